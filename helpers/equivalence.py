@@ -1,0 +1,300 @@
+"""Is a run on N ranks the same training as one process at the same global batch? Losses, gradients, weights, samples."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from helpers.trace import Trace
+
+__all__ = ["Equivalence", "NotEquivalent", "Trace", "compare", "tolerance"]
+
+SAFETY = 10.0
+
+
+class NotEquivalent(AssertionError):
+    """The N-rank run is a different training: the message says where they part and what usually causes it."""
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """The outcome of `compare`. `.faults` are differences that should not be, `.expected` those with a reason.
+
+    worst_loss: the largest relative difference of a step's loss; worst_gradient_norm: likewise; weight_distance: the
+    L2 distance of the final weights relative to how far training moved them; tolerance: the bound on each.
+    """
+
+    world_sizes: tuple[int, ...]
+    global_batch: int
+    losses: dict[int, list[float]]
+    gradient_norms: dict[int, list[float]]
+    worst_loss: float
+    worst_gradient_norm: float
+    weight_distance: float
+    tolerance: float
+    faults: tuple[str, ...]
+    expected: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not self.faults and not self.expected
+
+    @property
+    def verdict(self) -> str:
+        """One sentence for the reader."""
+        sizes = " and ".join(f"{size} rank{'s' * (size > 1)}" for size in self.world_sizes)
+        if self.faults:
+            return f"{sizes} are not the same training: " + "; ".join(self.faults)
+        if self.expected:
+            return f"{sizes} differ as expected: " + "; ".join(self.expected)
+        return (
+            f"{sizes} at global batch {self.global_batch} are the same training: over {len(self.losses[1])} steps losses "
+            f"agree within {self.worst_loss:.1e}, gradient norms within {self.worst_gradient_norm:.1e}, final weights "
+            f"within {self.weight_distance:.1e} (bound {self.tolerance:.1e})."
+        )
+
+    def table(self, rows: int = 6) -> list[dict[str, float]]:
+        """Some steps, evenly spread: step, the loss at each world size, and the relative difference."""
+        steps = len(self.losses[1])
+        chosen = sorted({round(index * (steps - 1) / max(1, rows - 1)) for index in range(min(rows, steps))})
+        return [
+            {"step": step + 1}
+            | {f"loss, {size} rank{'s' * (size > 1)}": self.losses[size][step] for size in self.world_sizes}
+            | {"relative difference": max(_relative(self.losses[size][step], self.losses[1][step])
+                                          for size in self.world_sizes)}
+            for step in chosen
+        ]  # fmt: skip
+
+    def plot(self) -> Any:
+        """A matplotlib Figure: the losses over each other, and their difference against the bound."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7.5, 2.8), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        steps = range(1, len(self.losses[1]) + 1)
+        for size, style in zip(self.world_sizes, ("-", "--", ":", "-."), strict=False):
+            name = f"{size} rank{'s' * (size > 1)}"
+            left.plot(steps, self.losses[size], style, label=name, linewidth=3 if size == 1 else 1.5,
+                      color="0.7" if size == 1 else "C0")  # fmt: skip
+            if size > 1:
+                apart = [_relative(a, b) for a, b in zip(self.losses[size], self.losses[1], strict=True)]
+                right.semilogy(steps, [max(each, 1e-12) for each in apart], style, color="C0", label=name)
+        right.axhline(self.tolerance, color="0.3", linewidth=1)
+        right.annotate("bound", (1, self.tolerance), xytext=(0, 3), textcoords="offset points", color="0.3")
+        left.set(xlabel="optimiser step", ylabel="loss of the global batch", title="Loss")
+        right.set(xlabel="optimiser step", ylabel="relative difference", title="Difference from one rank")
+        left.legend(frameon=False)
+        return figure
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        rows = self.table()
+        head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
+        body = "".join(
+            "<tr>" + "".join(f"<td>{value:.6g}</td>" for value in row.values()) + "</tr>" for row in rows
+        )
+        return f"<p>{escape(self.verdict)}</p><table><tr>{head}</tr>{body}</table>"
+
+
+def compare(
+    train: Any,
+    settings: Any,
+    *arguments: Any,
+    world_sizes: Sequence[int] = (1, 2),
+    dtype: torch.dtype = torch.float32,
+    check: bool = True,
+) -> Equivalence:
+    """Run the same training function at equal global batch on 1 and on N ranks, and hold the runs side by side.
+
+    train: a function decorated with @distributed that takes the settings first and returns, on every rank, what
+        `Trace.finish()` gives, alone or as the entry "trace" of a dict.
+    settings: gpus, micro_batch and accumulation are set anew for each world size; one rank takes the whole global
+        batch as a single micro-batch, so that accumulation is part of what is compared.
+    dtype: of the arithmetic; the tolerance follows from it (see `tolerance`).
+    check: raise NotEquivalent when the runs part without a reason; False returns the outcome only.
+    """
+    sizes = tuple(sorted({1, *world_sizes}))
+    batch = settings.micro_batch * settings.accumulation * settings.gpus
+    by_size = {size: _at(settings, size, batch) for size in sizes}  # all are checked before the first is run
+    runs = {
+        size: [_trace_of(value) for value in train.with_overrides(gpus=size).distributed(changed, *arguments)]
+        for size, changed in by_size.items()
+    }
+    outcome = _judge(runs, batch, dtype)
+    if check and outcome.faults:
+        raise NotEquivalent(outcome.verdict)
+    return outcome
+
+
+def tolerance(dtype: torch.dtype, terms: int, steps: int) -> float:
+    """How far equal trainings may part by rounding alone, as a relative difference.
+
+    Re-associating a sum of n terms changes it by about u * sqrt(n), u being the unit round-off (the statistical bound
+    of Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2); `terms` are those of the batch
+    mean, every step adds its own, and SAFETY covers optimisers that divide by small second moments.
+    """
+    return SAFETY * torch.finfo(dtype).eps / 2 * math.sqrt(max(1, terms) * max(1, steps))
+
+
+def _at(settings: Any, size: int, batch: int) -> Any:
+    """The settings for another world size at the same global batch."""
+    accumulation = 1 if size == 1 else settings.accumulation
+    if batch % (size * accumulation):
+        raise ValueError(
+            f"world size {size}: a global batch of {batch} does not divide into {size} ranks x {accumulation} "
+            "micro-batches. Choose micro_batch and accumulation so that it does."
+        )
+    return settings.replace(gpus=size, accumulation=accumulation, micro_batch=batch // (size * accumulation))
+
+
+def _trace_of(value: Any) -> dict[str, Any]:
+    trace = value.get("trace", value) if isinstance(value, dict) else value
+    if not isinstance(trace, dict) or "gradient_norms" not in trace:
+        raise TypeError(
+            f"compare: the training function returned {type(value).__name__} without a trace: return Trace.finish(), "
+            "or a dict with it under 'trace'."
+        )
+    if not trace["losses"]:
+        raise ValueError("compare: the trace has no steps; call Trace.step(...) after each optimiser step.")
+    return trace
+
+
+def _judge(runs: dict[int, list[dict[str, Any]]], batch: int, dtype: torch.dtype) -> Equivalence:
+    one = runs[1][0]
+    bound = tolerance(dtype, batch, len(one["losses"]))
+    worst = {"losses": 0.0, "gradient_norms": 0.0}
+    distance = 0.0
+    faults: list[str] = []
+    parted: list[str] = []
+    for size, by_rank in runs.items():
+        if size == 1:
+            faults += _sample_faults(1, by_rank, one)
+            continue
+        many = by_rank[0]
+        if len(many["losses"]) != len(one["losses"]):
+            faults.append(f"{size} ranks made {len(many['losses'])} steps, one rank {len(one['losses'])}")
+            continue
+        for key in worst:
+            worst[key] = max(worst[key], *(_relative(a, b) for a, b in zip(many[key], one[key], strict=True)))
+        distance = max(distance, _distance(many, one))
+        faults += _rank_faults(by_rank) + _sample_faults(size, by_rank, one)
+        if max(*worst.values(), distance) > bound:
+            parted.append(_where_they_part(size, many, one, bound))
+    reasons = [] if faults else _reasons(one)
+    if parted and not reasons:
+        faults += parted
+    return Equivalence(
+        world_sizes=tuple(runs),
+        global_batch=batch,
+        losses={size: by_rank[0]["losses"] for size, by_rank in runs.items()},
+        gradient_norms={size: by_rank[0]["gradient_norms"] for size, by_rank in runs.items()},
+        worst_loss=worst["losses"],
+        worst_gradient_norm=worst["gradient_norms"],
+        weight_distance=distance,
+        tolerance=bound,
+        faults=tuple(faults),
+        expected=tuple(reasons) if parted else (),
+    )
+
+
+def _rank_faults(by_rank: list[dict[str, Any]]) -> list[str]:
+    """What must agree, and what must not, between the ranks of one run."""
+    found = []
+    first = by_rank[0]
+    for key, told in (
+        ("initial", "start from different weights (a seed by rank, and no broadcast)"),
+        ("final", "end with different weights (a parameter outside DistributedDataParallel)"),
+    ):
+        for name, tensor in first[key].items():
+            if any(not torch.equal(tensor, other[key][name]) for other in by_rank[1:]):
+                found.append(f"ranks {told}; the first that differs is {name!r}")
+                break
+    if any(other["losses"] != first["losses"] for other in by_rank[1:]):
+        found.append("ranks report different losses (each its own batch's; reduce the loss over all ranks)")
+    if first["dropouts"] and all(other["draw"] == first["draw"] for other in by_rank[1:]):
+        found.append(
+            f"all ranks draw the same dropout masks in {first['dropouts'][0]!r} (one seed for every rank)"
+        )
+    return found
+
+
+def _sample_faults(size: int, by_rank: list[dict[str, Any]], one: dict[str, Any]) -> list[str]:
+    """Whether the same samples were seen in the same steps, in a new order each epoch, and counted once."""
+    found = []
+    steps = [
+        {sample for trace in by_rank for sample in trace["samples"][step]} for step in range(len(one["samples"]))
+    ]
+    for step, seen in enumerate(steps):
+        # a padded tail repeats samples that one rank has no need of
+        if size > 1 and seen != set(one["samples"][step]):
+            found.append(f"step {step + 1} on {size} ranks holds other samples than on one rank")
+            break
+    epochs: dict[int, list[int]] = {}
+    for trace_step, epoch in zip(by_rank[0]["samples"], by_rank[0]["epochs"], strict=True):
+        epochs.setdefault(epoch, []).extend(trace_step)
+    orders = list(epochs.values())
+    if len(orders) > 1 and any(orders) and all(order == orders[0] for order in orders):
+        found.append(
+            f"every epoch has the same order on {size} rank(s) (set_epoch is not called, or shuffle is off)"
+        )
+    counts = [trace["evaluated"] for trace in by_rank]
+    if size > 1 and one["evaluated"] is not None and None not in counts and sum(counts) != one["evaluated"]:
+        found.append(
+            f"{size} ranks count {sum(counts)} evaluation samples and one rank {one['evaluated']} (padding is counted)"
+        )
+    return found
+
+
+def _where_they_part(size: int, many: dict[str, Any], one: dict[str, Any], bound: float) -> str:
+    """The first quantity that differs tells what kind of fault it is."""
+    loss = _relative(many["losses"][0], one["losses"][0])
+    norm = _relative(many["gradient_norms"][0], one["gradient_norms"][0])
+    if loss > bound:
+        return (
+            f"{size} ranks: the first loss differs by {loss:.1e} (bound {bound:.1e}): other samples, other initial "
+            "weights, or a mean of means where micro-batches are uneven"
+        )
+    if norm > bound:
+        ratio = many["gradient_norms"][0] / one["gradient_norms"][0]
+        return (
+            f"{size} ranks: the first loss agrees and the first gradient norm is {ratio:.3g} times that of one rank: the "
+            "loss is normalised differently (per micro-batch or per rank, not over the global batch)"
+        )
+    moved = _movement(many) / _movement(one)
+    return (
+        f"{size} ranks: the first step agrees and later ones part (weights moved {moved:.3g} times as far): the "
+        "learning rate, the schedule or the optimiser differs with the world size"
+    )
+
+
+def _reasons(one: dict[str, Any]) -> list[str]:
+    reasons = []
+    if one["batch_norms"]:
+        reasons.append(
+            f"BatchNorm {one['batch_norms'][0]!r} takes its statistics from each rank's own micro-batch "
+            "(torch.nn.SyncBatchNorm.convert_sync_batchnorm makes them global)"
+        )
+    if one["dropouts"]:
+        reasons.append(
+            f"dropout {one['dropouts'][0]!r} draws other masks on other ranks (compare with dropout 0)"
+        )
+    return reasons
+
+
+def _relative(a: float, b: float) -> float:
+    return abs(a - b) / max(abs(b), 1e-12) if math.isfinite(a) and math.isfinite(b) else math.inf
+
+
+def _movement(trace: dict[str, Any]) -> float:
+    return max(1e-12, _norm(trace["final"], trace["initial"]))
+
+
+def _distance(many: dict[str, Any], one: dict[str, Any]) -> float:
+    return _norm(many["final"], one["final"]) / _movement(one)
+
+
+def _norm(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum((a[name].double() - b[name].double()).square().sum().item() for name in b))
