@@ -1,4 +1,4 @@
-"""Is a run on N ranks the same training as one process at the same global batch? Losses, gradients, weights, samples."""
+"""Is a run on N ranks the same training as one process at equal global batch? Losses, gradients, weights, samples."""
 
 import math
 from collections.abc import Sequence
@@ -50,9 +50,9 @@ class Equivalence:
         if self.expected:
             return f"{sizes} differ as expected: " + "; ".join(self.expected)
         return (
-            f"{sizes} at global batch {self.global_batch} are the same training: over {len(self.losses[1])} steps losses "
-            f"agree within {self.worst_loss:.1e}, gradient norms within {self.worst_gradient_norm:.1e}, final weights "
-            f"within {self.weight_distance:.1e} (bound {self.tolerance:.1e})."
+            f"{sizes} at global batch {self.global_batch} are the same training: over {len(self.losses[1])} steps "
+            f"losses agree within {self.worst_loss:.1e}, gradient norms within {self.worst_gradient_norm:.1e}, final "
+            f"weights within {self.weight_distance:.1e} (bound {self.tolerance:.1e})."
         )
 
     def table(self, rows: int = 6) -> list[dict[str, float]]:
@@ -93,9 +93,7 @@ class Equivalence:
 
         rows = self.table()
         head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
-        body = "".join(
-            "<tr>" + "".join(f"<td>{value:.6g}</td>" for value in row.values()) + "</tr>" for row in rows
-        )
+        body = "".join("<tr>" + "".join(f"<td>{value:.6g}</td>" for value in row.values()) + "</tr>" for row in rows)
         return f"<p>{escape(self.verdict)}</p><table><tr>{head}</tr>{body}</table>"
 
 
@@ -215,18 +213,14 @@ def _rank_faults(by_rank: list[dict[str, Any]]) -> list[str]:
     if any(other["losses"] != first["losses"] for other in by_rank[1:]):
         found.append("ranks report different losses (each its own batch's; reduce the loss over all ranks)")
     if first["dropouts"] and all(other["draw"] == first["draw"] for other in by_rank[1:]):
-        found.append(
-            f"all ranks draw the same dropout masks in {first['dropouts'][0]!r} (one seed for every rank)"
-        )
+        found.append(f"all ranks draw the same dropout masks in {first['dropouts'][0]!r} (one seed for every rank)")
     return found
 
 
 def _sample_faults(size: int, by_rank: list[dict[str, Any]], one: dict[str, Any]) -> list[str]:
     """Whether the same samples were seen in the same steps, in a new order each epoch, and counted once."""
     found = []
-    steps = [
-        {sample for trace in by_rank for sample in trace["samples"][step]} for step in range(len(one["samples"]))
-    ]
+    steps = [{sample for trace in by_rank for sample in trace["samples"][step]} for step in range(len(one["samples"]))]
     for step, seen in enumerate(steps):
         # a padded tail repeats samples that one rank has no need of
         if size > 1 and seen != set(one["samples"][step]):
@@ -237,9 +231,7 @@ def _sample_faults(size: int, by_rank: list[dict[str, Any]], one: dict[str, Any]
         epochs.setdefault(epoch, []).extend(trace_step)
     orders = list(epochs.values())
     if len(orders) > 1 and any(orders) and all(order == orders[0] for order in orders):
-        found.append(
-            f"every epoch has the same order on {size} rank(s) (set_epoch is not called, or shuffle is off)"
-        )
+        found.append(f"every epoch has the same order on {size} rank(s) (set_epoch is not called, or shuffle is off)")
     counts = [trace["evaluated"] for trace in by_rank]
     if size > 1 and one["evaluated"] is not None and None not in counts and sum(counts) != one["evaluated"]:
         found.append(
@@ -260,8 +252,8 @@ def _where_they_part(size: int, many: dict[str, Any], one: dict[str, Any], bound
     if norm > bound:
         ratio = many["gradient_norms"][0] / one["gradient_norms"][0]
         return (
-            f"{size} ranks: the first loss agrees and the first gradient norm is {ratio:.3g} times that of one rank: the "
-            "loss is normalised differently (per micro-batch or per rank, not over the global batch)"
+            f"{size} ranks: the first loss agrees and the first gradient norm is {ratio:.3g} times that of one rank: "
+            "the loss is normalised differently (per micro-batch or per rank, not over the global batch)"
         )
     moved = _movement(many) / _movement(one)
     return (
@@ -278,9 +270,7 @@ def _reasons(one: dict[str, Any]) -> list[str]:
             "(torch.nn.SyncBatchNorm.convert_sync_batchnorm makes them global)"
         )
     if one["dropouts"]:
-        reasons.append(
-            f"dropout {one['dropouts'][0]!r} draws other masks on other ranks (compare with dropout 0)"
-        )
+        reasons.append(f"dropout {one['dropouts'][0]!r} draws other masks on other ranks (compare with dropout 0)")
     return reasons
 
 

@@ -235,15 +235,15 @@ def _collective_device() -> torch.device:
 
 
 @functools.cache
-def _control_group() -> dist.ProcessGroup:
+def _control_group() -> Any:
     # monitored_barrier, the only barrier that names the missing ranks, exists for gloo alone
     return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
 def _hash(tensor: torch.Tensor) -> str:
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    data = whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    data = whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(memoryview(data.numpy()), digest_size=8).hexdigest()
 
 
 def _first_difference(hashes: list[dict[str, str]]) -> tuple[str, list[str]]:

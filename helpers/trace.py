@@ -32,9 +32,7 @@ class Trace:
             if isinstance(module, batch_norm) and not isinstance(module, torch.nn.SyncBatchNorm)
         ]
         dropout = torch.nn.modules.dropout._DropoutNd
-        self.dropouts = [
-            name for name, module in modules.items() if isinstance(module, dropout) and module.p > 0
-        ]
+        self.dropouts = [name for name, module in modules.items() if isinstance(module, dropout) and module.p > 0]
         self.initial = self._weights()
 
     def step(self, loss: float, gradient_norm: float, samples: Iterable[int] = (), epoch: int = 0) -> None:
@@ -51,9 +49,7 @@ class Trace:
     def finish(self, evaluated: int | None = None) -> dict[str, Any]:
         """Plain data for the rank function to return. evaluated: samples that this rank counted in its metric."""
         with torch.random.fork_rng(devices=[]):
-            draw = torch.rand(
-                4
-            ).tolist()  # ranks that would draw the same dropout masks draw the same numbers
+            draw = torch.rand(4).tolist()  # ranks that would draw the same dropout masks draw the same numbers
         return {
             "losses": self.losses,
             "gradient_norms": self.gradient_norms,

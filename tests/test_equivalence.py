@@ -150,9 +150,7 @@ def test_a_planted_fault_is_caught_and_named(traces: dict[str, Any], fault: str)
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_a_difference_with_a_reason_is_reported_with_it_and_does_not_fail(
-    traces: dict[str, Any], reason: str
-) -> None:
+def test_a_difference_with_a_reason_is_reported_with_it_and_does_not_fail(traces: dict[str, Any], reason: str) -> None:
     found = compare(Recorded(traces[reason]), Settings())
     assert not found.equal
     assert re.search(REASONS[reason], found.verdict), found.verdict

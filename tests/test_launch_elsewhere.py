@@ -29,8 +29,10 @@ print("results", results)
     [
         ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         # with --cpu, accelerate launch starts one process whatever --num_processes says; --multi_gpu goes by it
-        ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
-        + ("--mixed_precision", "no", "--dynamo_backend", "no"),
+        (
+            *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+            *("--mixed_precision", "no", "--dynamo_backend", "no"),
+        ),
     ],
     ids=["torchrun", "accelerate launch"],
 )

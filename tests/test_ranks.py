@@ -104,7 +104,10 @@ def test_the_rank_that_differs_is_named(fault: str) -> None:
 
     error, told = {
         "batches": (ranks.UnequalBatches, r"(?s)rank 0: 10\n.*rank 1: 11"),
-        "barrier": ((ranks.RankLate, WorkersStalled), "(?i)evaluation: not every rank arrived within 1 s.*rank.* 1"),
+        "barrier": (
+            (ranks.RankLate, WorkersStalled),
+            "(?i)evaluation: not every rank arrived within 1 s.*rank.* 1",
+        ),
         "weights": (ranks.WeightsDiffer, "first that differs is 'bias'"),
     }[fault]
     with pytest.raises(error, match=told):

@@ -43,6 +43,8 @@ def distributed(
 
     A function that raises on a rank raises the same exception type here, with the rank and its traceback.
     """
+    if callable(gpus):
+        raise TypeError("@distributed needs parentheses: write @distributed() or @distributed(gpus=2).")
     job = Job(
         gpus=_one_of("gpus", gpus, "num_accelerators", num_accelerators),
         gpu_type=_one_of("gpu_type", gpu_type, "accelerator_type", accelerator_type),
@@ -51,8 +53,6 @@ def distributed(
         max_restarts=max_restarts,
         on=on,
     )
-    if callable(gpus):
-        raise TypeError("@distributed needs parentheses: write @distributed() or @distributed(gpus=2).")
     return lambda function: Distributed(function, job)
 
 
@@ -68,8 +68,6 @@ class Job:
     on: str
 
     def __post_init__(self) -> None:
-        if callable(self.gpus):
-            return
         if self.gpus is not None and (type(self.gpus) is not int or self.gpus < 1):
             raise ValueError(f"gpus={self.gpus!r} is not a number of processes: give a whole number of 1 or more.")
         if self.timeout is not None and not self.timeout > 0:
@@ -120,7 +118,9 @@ class Distributed:
         if self.job.on == "databricks" or (self.job.on == "auto" and on_databricks):
             return _run_on_databricks(self.func, bound, self.job)
         if self.job.remote:
-            raise ValueError("remote=True runs on Databricks' machines only: leave it out here, or pass on='databricks'.")
+            raise ValueError(
+                "remote=True runs on Databricks' machines only: leave it out here, or pass on='databricks'."
+            )
         return local.run(
             self.func,
             bound,

@@ -108,7 +108,9 @@ def to_exception(ended: list[Ended], host: str, log_folder: Path, oom_kills: int
         )
     code = first.exit_code or 0
     moment = "after the function had returned" if first.report else "before the function returned"
-    return WorkerDied(f"rank {first.rank} on {host} exited with code {code} {moment}.{tail}", first.rank, exit_code=code)
+    return WorkerDied(
+        f"rank {first.rank} on {host} exited with code {code} {moment}.{tail}", first.rank, exit_code=code
+    )
 
 
 def stalled(reason: str, stacks: dict[int, str], waiting: dict[int, bool], log_folder: Path) -> WorkersStalled:

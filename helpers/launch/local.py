@@ -146,7 +146,7 @@ def _launch(private: Path, logs: Path, processes: int, max_restarts: int, watch:
 
 
 class _NoRedirection(LogsSpecs):
-    """Each rank redirects its own output, both streams into one file, where the agent would overwrite one by the other."""
+    """Each rank redirects its own output: both streams into one file, where the agent would overwrite one."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         nothing = dict.fromkeys(envs, "")

@@ -6,7 +6,7 @@ import linecache
 import types
 from collections import ChainMap
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 LIMIT_BYTES = 64 * 2**20
 
@@ -56,7 +56,7 @@ def _pickled(value: Any, cells: set[str] | None = None) -> bytes:
         return build, tuple(code.co_filename if each == "<dynamic-code>" else each for each in arguments)
 
     class Pickler(cloudpickle.Pickler):
-        dispatch_table = ChainMap({types.CodeType: keep_file_name}, cloudpickle.Pickler.dispatch_table)
+        dispatch_table: ClassVar = ChainMap({types.CodeType: keep_file_name}, cloudpickle.Pickler.dispatch_table)
 
     buffer = _Limited()
     Pickler(buffer).dump(value)
@@ -101,7 +101,10 @@ def _named_values(function: Callable[..., Any], bound: inspect.BoundArguments) -
             if parameter.default is not inspect.Parameter.empty:
                 yield f"the default of argument {name!r}", parameter.default
         captured = inspect.getclosurevars(current)
-        for where, variables in (("captured variable", captured.nonlocals), ("global variable", captured.globals)):
+        for where, variables in (
+            ("captured variable", captured.nonlocals),
+            ("global variable", captured.globals),
+        ):
             for name, value in variables.items():
                 if inspect.isfunction(value) and value.__module__ == "__main__":
                     waiting.append(value)

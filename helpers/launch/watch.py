@@ -1,5 +1,6 @@
 """The parent's eyes on a running job: rank 0's output into the cell, the clock, stalls, and ranks that will not end."""
 
+import contextlib
 import contextvars
 import os
 import re
@@ -20,7 +21,9 @@ SHOWN_BYTES = 2**20  # of rank 0's output in the cell; the log file has all of i
 READ_BYTES = 2**16
 STACK_FRAMES = 14
 # Frames in which a main thread waits for other ranks. DDP's all-reduce runs inside backward().
-WAITING = re.compile(r'File ".*/torch/distributed/(?!launcher|run).*"|in (_engine_)?run_backward|in barrier|in all_mean')
+WAITING = re.compile(
+    r'File ".*/torch/distributed/(?!launcher|run).*"|in (_engine_)?run_backward|in barrier|in all_mean'
+)
 
 
 class Watch:
@@ -87,8 +90,9 @@ class Watch:
         stacks, waiting = dict(known or {}), dict.fromkeys(known or {}, True)
         alive = self._alive()
         threads = {rank: self._read(rank)["thread"] for rank in alive}
-        for rank, pid in alive.items():
-            os.kill(pid, STACK_SIGNAL)
+        for pid in alive.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, STACK_SIGNAL)
         limit = time.monotonic() + STACK_SECONDS
         for rank in range(self._world_size):
             path = self._private / f"rank{rank}.stacks"
@@ -123,10 +127,8 @@ class Watch:
     def _kill(self, ranks: dict[int, int]) -> None:
         for rank, pid in ranks.items():
             self.stopped.add(rank)
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)  # its data loader workers with it
-            except ProcessLookupError:
-                pass
 
     def _started(self) -> list[int]:
         return [rank for rank in range(self._world_size) if self._file(rank, "alive").exists()]
