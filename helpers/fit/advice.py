@@ -1,0 +1,78 @@
+"""The cheapest way to make a job fit: the changes that cost least come first, and each is traced, not guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from helpers.fit import cards
+from helpers.fit.strategies import STRATEGIES, Estimate, Job, estimates
+
+GIB = 2**30
+Change = tuple[str, Callable[[], Estimate]]  # what to change and, when asked, what the job then needs
+
+
+def estimates_for(job: Job, strategy: str, strategies: Sequence[str]) -> dict[str, Estimate]:
+    """The strategies' estimates, the one asked for among them; one GPU leaves only what one GPU can do: DDP."""
+    wanted = list(dict.fromkeys([*strategies, strategy]))
+    order = [name for name in STRATEGIES if name in wanted] + [n for n in wanted if n not in STRATEGIES]
+    return estimates(job, [n for n in order if n in ("ddp", strategy) or job.gpus > 1])
+
+
+def advise(
+    job: Job,
+    strategy: str,
+    found: Mapping[str, Estimate],
+    card: cards.Card | None,
+    changes: Iterable[Change] = (),
+) -> list[str]:
+    """Lines that say what fits. Without a card: the smallest card for the strategy asked for.
+
+    changes: further changes, cheapest first, tried (so traced) one after the other until one fits.
+    """
+    asked = found[strategy]
+    if card is None:
+        smallest = [c for c in cards.CARDS.values() if asked.fits(c)]
+        name = STRATEGIES[strategy]
+        return [
+            f"The smallest card for {name} is {smallest[0].name}"
+            if smallest
+            else f"No card holds this under {name}"
+        ]
+    if asked.fits(card):
+        lines = [
+            f"{STRATEGIES[strategy]} fits on {card.name}, up to micro-batch {asked.largest_micro_batch(card)}"
+        ]
+        if strategy != "ddp" and "ddp" in found and found["ddp"].fits(card):
+            lines.append(f"DDP fits too ({_gib(found['ddp'])}) and communicates least: prefer it")
+        return lines
+    lines = [
+        f"{STRATEGIES[strategy]} does not fit on {card.name} ({_gib(asked)} of {card.memory} GiB). Cheapest first:"
+    ]
+    for text, needed in (*_free_changes(job, asked, card, found), *changes):
+        each = needed()
+        fits = each.fits(card)
+        lines.append(f"  {text}: {_gib(each)}, {'fits' if fits else 'does not fit'}")
+        if fits:
+            return lines
+    larger = [c for c in cards.CARDS.values() if asked.fits(c)]
+    lines.append(
+        f"  a larger card: {larger[0].name}" if larger else "  no card here holds it unchanged: more GPUs"
+    )
+    return lines
+
+
+def _free_changes(
+    job: Job, asked: Estimate, card: cards.Card, found: Mapping[str, Estimate]
+) -> Iterable[Change]:
+    if largest := asked.largest_micro_batch(card):
+        smaller = max(n for n in range(1, largest + 1) if job.micro_batch % n == 0)
+        at = Estimate(asked.strategy, smaller, asked.points, asked.source)
+        times = job.micro_batch // smaller * job.accumulation
+        yield f"micro-batch {smaller} with accumulation {times}, the same global batch", lambda: at
+    for name in ("zero2", "fsdp2", "zero3"):
+        if name != asked.strategy and name in found:
+            yield f"{STRATEGIES[name]}, more communication", lambda name=name: found[name]
+
+
+def _gib(each: Estimate) -> str:
+    return f"{each.total() / GIB:.1f} GiB"
