@@ -131,6 +131,17 @@ def run(
     raise typer.Exit(batch.run(catalog.root(), request, _console(), _say))
 
 
+@app.command(
+    "fit",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def fit_(context: typer.Context) -> None:
+    """Tell whether a language model's full-size training step fits, on any machine: `gallery fit --help`."""
+    from helpers.runner import fit
+
+    raise typer.Exit(fit.run(catalog.root(), context.args, _say))
+
+
 @app.command("check")
 def check_(recipes: Recipes) -> None:
     """Check notebooks without running them: structure, parameters, names, lock, links."""
