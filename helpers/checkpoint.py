@@ -17,8 +17,7 @@ import torch
 from helpers import ranks
 from helpers.state import pack, put_back, random_state, set_random_state, take, unpack, write_tensors
 
-_NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
-_RANDOM = "$random"
+_NAME, _RANDOM = re.compile(r"save-(\d{6,})-step-(\d+)"), "$random"
 
 
 class CheckpointError(RuntimeError):
@@ -40,9 +39,8 @@ def save(
     """Write a checkpoint of the whole job and return its folder. A collective call: every rank must make it.
 
     folder: where the checkpoints live; on several nodes, a folder that all nodes share.
-    state: what all ranks hold alike (or sharded, as FSDP2 does): modules, optimizers, schedulers, anything with
-    state_dict and load_state_dict, and plain data (numbers, strings, tensors, lists, dicts of them), by name.
-    A model wrapped in DistributedDataParallel or torch.compile is saved as the model inside.
+    state: what all ranks hold alike (or sharded, as FSDP2 does), by name: modules (those in DDP or torch.compile are
+    saved as what is inside), optimizers, schedulers, anything with state_dict and load_state_dict, and plain data.
     per_rank: the same for what each rank has of its own, such as the state of a stateful data loader.
     The random state of every rank (Python, NumPy, torch, CUDA) is saved always.
     step: optimizer steps done. keep: how many valid checkpoints stay; older ones are removed.

@@ -123,7 +123,7 @@ class Sender:
         self._thread.start()
         atexit.register(self.stop)
 
-    def stop(self, closing: Mapping[str, Any] | None = None, patience: float = 10.0) -> None:
+    def stop(self, closing: Mapping[str, Any] | None = None, patience: float = 30.0) -> None:
         """Send the rest, within `patience` seconds if need be in vain, and remove the journal if all was sent."""
         if self._stop.is_set():
             return

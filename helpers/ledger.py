@@ -33,9 +33,7 @@ class Ledger(TorchDispatchMode):
         self.live = dict.fromkeys(CATEGORIES, 0)
         self.records: dict[str, tuple[int, int, dict[str, int]]] = {}
         self._time = 0
-        self._entries: dict[
-            int, list[Any]
-        ] = {}  # id(storage) -> [category, bytes, time of birth, weak reference]
+        self._entries: dict[int, list[Any]] = {}  # id(storage) -> [category, bytes, time of birth, weak reference]
         named = list(model.named_parameters())
         self.claim([p for name, p in named if "lora_" in name], "adapters")
         self.claim([p for name, p in named if "lora_" not in name], "weights")

@@ -1,7 +1,7 @@
 """Will it fit? Trace the peak memory of a full-size training step: no GPU, no weights, no download.
 
-The model is built on the meta device, materialised as fake tensors (shape and dtype, no bytes) and trained for
-real optimiser steps, while a ledger counts every storage that comes and goes as a caching allocator would.
+The model is built on the meta device, materialised as fake tensors (shape and dtype, no bytes) and trained
+for real optimiser steps, while a ledger counts every storage that comes and goes as a caching allocator would.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def trace_each(
     blocks: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
     fake: bool = True,
 ) -> list[Peak]:
-    """Train one rank for two steps at the first micro-batch size, one step at each other; a Peak for each size.
+    """Train one rank for one optimiser step at each micro-batch size, state already there; a Peak for each size.
 
     build_model: makes the model; called under torch.device("meta"), so it may be of any size.
     make_batch: make_batch(micro_batch) gives one micro-batch of real tensors, in any nesting.
@@ -117,9 +117,7 @@ def trace_each(
     without a trainable parameter.
     """
     if min(micro_batches) < 1 or accumulation < 1:
-        raise ValueError(
-            f"micro_batch={min(micro_batches)}, accumulation={accumulation}: both must be 1 or more."
-        )
+        raise ValueError(f"micro_batch={min(micro_batches)}, accumulation={accumulation}: both must be 1 or more.")
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(fake_tensor.FakeTensorMode()) if fake else None
         model = _materialise(build_model, mode)
@@ -128,12 +126,15 @@ def trace_each(
         trained = [p for p in model.parameters() if p.requires_grad]
         if not trained:
             raise ValueError("No parameter of the model requires gradients: there is nothing to train.")
-        adjusted = _as_on_gpu(optimizer(trained))
+        stepped = _as_on_gpu(optimizer(trained))
         ledger = stack.enter_context(Ledger(model))
         for place, block in _placed(blocks(model) if blocks else ()):
             _announce(block, place, ledger)
+        for parameter in trained:  # a step on empty gradients makes the optimiser's state, as any first step does
+            parameter.grad = torch.zeros_like(parameter)
+        _optimizer_step(ledger, stepped, keep_gradients)
         peaks = []
-        for size in (micro_batches[0], *micro_batches):  # the very first step makes the optimiser's state
+        for size in micro_batches:
             ledger.enter("setup")
             ledger.records.clear()
             batch = _batch_for(make_batch, size, mode)
@@ -141,11 +142,15 @@ def trace_each(
             for _ in range(min(accumulation, 2)):
                 _forward_backward(ledger, model, batch, loss_fn, autocast)
             ledger.enter("step")
-            adjusted.step()
-            ledger.claim(tree_leaves([dict(state) for state in adjusted.state.values()]), "optimiser")
-            adjusted.zero_grad(set_to_none=not keep_gradients)
+            _optimizer_step(ledger, stepped, keep_gradients)
             peaks.append(_peak(ledger, model, size))
-        return peaks[1:]
+        return peaks
+
+
+def _optimizer_step(ledger: Ledger, optimizer: torch.optim.Optimizer, keep_gradients: bool) -> None:
+    optimizer.step()
+    ledger.claim(tree_leaves([dict(state) for state in optimizer.state.values()]), "optimiser")
+    optimizer.zero_grad(set_to_none=not keep_gradients)
 
 
 def _forward_backward(
@@ -165,9 +170,7 @@ def _forward_backward(
 
 
 def _placed(blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    places = (
-        ["first", *["middle"] * (len(blocks) - 2), "last"] if len(blocks) > 1 else ["first"] * len(blocks)
-    )
+    places = ["first", *["middle"] * (len(blocks) - 2), "last"] if len(blocks) > 1 else ["first"] * len(blocks)
     return list(zip(places, blocks, strict=True))
 
 
@@ -199,7 +202,7 @@ def _materialise(build_model: Callable[[], nn.Module], mode: fake_tensor.FakeTen
     """The model with fake tensors in place of meta tensors, tied weights still tied; real when mode is None."""
     if mode is None:
         return build_model()
-    with torch.device("meta"):
+    with fake_tensor.unset_fake_temporarily(), torch.device("meta"):
         model = build_model()
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 _SECRET = re.compile(r"(^|_)(secret|password|passwd|credentials?|(api|access|private)_?key)(_|$)", re.I)
 _TOKEN = re.compile(r"(^|_)(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!mask_)token$", re.I)
@@ -29,15 +28,14 @@ def masked(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_lines(error: BaseException, count: int) -> str:
-    """The type of an error and the first lines of its message."""
-    lines = f"{type(error).__name__}: {error}".strip().splitlines()[:count]
+    """The type of an error and the first lines of its message, without passwords in addresses."""
+    lines = shown(f"{type(error).__name__}: {error}").strip().splitlines()[:count]
     return "\n".join(lines)[:500]
 
 
-def shown(uri: str) -> str:
-    """A URI without the user and password in it."""
-    parts = urlsplit(uri)
-    return uri.replace(f"{parts.username}:{parts.password}@", "") if parts.password else uri
+def shown(text: str) -> str:
+    """A URI, or a text with URIs in it, without their users and passwords."""
+    return re.sub(r"(?<=://)[^/\s@]+@", "", text)
 
 
 def versions() -> dict[str, str]:

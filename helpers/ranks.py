@@ -243,7 +243,7 @@ def _control_group() -> Any:
 def _hash(tensor: torch.Tensor) -> str:
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     data = whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(memoryview(data.numpy()), digest_size=8).hexdigest()
+    return hashlib.blake2b(data.numpy(), digest_size=8).hexdigest()  # type: ignore[arg-type]
 
 
 def _first_difference(hashes: list[dict[str, str]]) -> tuple[str, list[str]]:

@@ -5,7 +5,7 @@ import copy
 import inspect
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
@@ -118,11 +118,28 @@ def _inside(mlflow: Any, run: "Run") -> Iterator[None]:
         return
     if not run.run_id:
         raise ValueError("this run belongs to rank 0: register the model there.")
-    before = os.environ.pop("MLFLOW_RUN_ID", None)
     mlflow.set_tracking_uri(run.tracking_uri)
+    with (
+        environment(MLFLOW_RUN_ID=None, MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT="true"),
+        mlflow.start_run(run_id=run.run_id, nested=active is not None, log_system_metrics=False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def environment(**values: str | None) -> Iterator[None]:
+    """Environment variables that hold inside the block only; None unsets one."""
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
     try:
-        with mlflow.start_run(run_id=run.run_id, nested=active is not None, log_system_metrics=False):
-            yield
+        yield
     finally:
-        if before is not None:
-            os.environ["MLFLOW_RUN_ID"] = before
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -151,7 +151,7 @@ def _check(where: str, name: str, value: Any, profiles: Profiles) -> None:
         if value < 1:
             raise ValueError(f"{where}{name}={value!r} is too small: give a whole number of at least 1.")
         return
-    kinds = {str} if name == "hardware" else _kinds(name, profiles)
+    kinds: set[type] = {str} if name == "hardware" else _kinds(name, profiles)
     if isinstance(_like(value, kinds), tuple(kinds)) and (type(value) is not bool or bool in kinds):
         return
     if kinds != {type(None)}:  # None in every profile leaves the type open

@@ -126,11 +126,11 @@ def write_tensors(folder: Path, tensors: Tensors, state: Mapping[str, Any]) -> N
 def random_state() -> dict[str, Any]:
     """This process's random state as plain data: Python's, NumPy's where it is loaded, torch's, this GPU's."""
     numpy = sys.modules.get("numpy")
-    kind, keys, *rest = numpy.random.get_state() if numpy else ("", None)
+    legacy = numpy.random.get_state() if numpy else None
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     return {
         "python": random.getstate(),
-        "numpy": [kind, keys.tolist(), *rest] if numpy else None,
+        "numpy": [legacy[0], legacy[1].tolist(), *legacy[2:]] if legacy else None,
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if cuda else None,
     }
@@ -146,6 +146,18 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         numpy.random.set_state(tuple(state["numpy"]))
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside DistributedDataParallel and torch.compile."""
+    inside: Any = model
+    while True:
+        if isinstance(inside, torch.nn.parallel.DistributedDataParallel):
+            inside = inside.module
+        elif hasattr(inside, "_orig_mod"):  # torch.compile
+            inside = inside._orig_mod
+        else:
+            return inside
 
 
 def _packed(tree: Any) -> bytes:
@@ -169,16 +181,17 @@ def _check_names(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -
             raise ValueError(f"{name!r}: {key} is {shape(part)} in the model and {shape(saved[key])} when saved.")
 
 
-def _filled(tree: Any, path: str, places: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> Any:
+def _filled(tree: Any, path: str, places: Tensors, tensors: Tensors) -> Any:
     """The tree with a tensor to read into at each reference: the live one where there is one, else a new one."""
     if isinstance(tree, dict) and "$tensor" in tree:
-        key, shape, like = tree["$tensor"], torch.Size(tree["shape"]), places.get(path)
-        if like is None:  # optimizer/state/3/exp_avg is laid out as parameter 3
-            like = places.get(path.rpartition("/")[0])
-            fits = like is not None and like.shape == shape
-            fresh = torch.empty_like(like, dtype=tree["dtype"]) if fits else torch.empty(shape, dtype=tree["dtype"])
-            return tensors.setdefault(key, fresh)
-        return tensors.setdefault(key, like if like.shape == shape else torch.empty(shape, dtype=tree["dtype"]))
+        shape, like = torch.Size(tree["shape"]), places.get(path)
+        if like is None or like.shape != shape:
+            like = places.get(path.rpartition("/")[0])  # optimizer/state/3/exp_avg is laid out as parameter 3
+            if like is not None and like.shape == shape:
+                like = torch.empty_like(like, dtype=tree["dtype"])
+            else:
+                like = torch.empty(shape, dtype=tree["dtype"])
+        return tensors.setdefault(tree["$tensor"], like)
     if isinstance(tree, dict):
         return {name: _filled(part, f"{path}/{name}", places, tensors) for name, part in tree.items()}
     if type(tree) in (list, tuple):
@@ -186,7 +199,7 @@ def _filled(tree: Any, path: str, places: Mapping[str, torch.Tensor], tensors: d
     return tree
 
 
-def _places(name: str, value: Any) -> dict[str, torch.Tensor]:
+def _places(name: str, value: Any) -> Tensors:
     if isinstance(value, torch.nn.Module):
         found = unwrap(value).state_dict().items()
         return {f"{name}/{key}": part.detach() for key, part in found if isinstance(part, torch.Tensor)}
@@ -212,29 +225,19 @@ def _alike(state: Mapping[str, Any], tensors: Tensors) -> Tensors:
     }
 
 
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The module inside DistributedDataParallel and torch.compile."""
-    while True:
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):  # torch.compile
-            model = model._orig_mod
-        else:
-            return model
-
-
-def _read_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _read_tensors(path: Path, tensors: Tensors) -> None:
     import torch.distributed.checkpoint as dcp
 
     class Metadata(pickle.Unpickler):
         """DCP keeps its index as a pickle: let it name the classes of that index and nothing else."""
 
         def find_class(self, module: str, name: str) -> Any:
-            own = {"torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"}
+            index = "torch.distributed.checkpoint.metadata"
             if (
-                (module in own and "." not in name and getattr(sys.modules[module], name).__module__ in own)
+                (module == index and "." not in name and getattr(sys.modules[index], name).__module__ == index)
                 or (module == "torch" and (name == "Size" or isinstance(getattr(torch, name), torch.dtype)))
                 or (module.startswith("pathlib") and name == "PosixPath")
+                or (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
                 or (module, name) == ("torch.serialization", "_get_layout")
             ):
                 return super().find_class(module, name)

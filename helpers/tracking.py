@@ -17,17 +17,10 @@ from typing import Any
 from helpers import ranks
 from helpers.journal import Journal, Sender
 from helpers.provenance import first_lines, git_commit, hardware, masked, shown, versions
-from helpers.registry import register
+from helpers.registry import environment, register
 
 __all__ = ["Run", "TrackingUnreachable", "flush", "register", "start", "store"]
 
-# MLflow's own bounds add up to minutes: right in the middle of a job, wrong before its first step and after its last
-_BRIEF = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "3",
-    "MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "8",
-}
 _last: dict[str, tuple[int, float]] = {}  # run -> step and time of the last metrics, for the throughput
 _senders: dict[str, Sender] = {}  # of runs whose parent is on another machine
 
@@ -154,36 +147,37 @@ def _open(mlflow: Any, experiment: str, settings: Mapping[str, Any], name: str |
     uri = mlflow.get_tracking_uri() if active else store()
     if uri.startswith("databricks") and not experiment.startswith("/"):
         experiment = f"/Shared/{experiment}"  # there, experiments are workspace paths
-    try:
-        with _brief(), _alone(uri):
-            mlflow.set_tracking_uri(uri)
-            client = mlflow.MlflowClient(uri)
-            continued = None if active else os.environ.get("MLFLOW_RUN_ID")
-            if continued:
-                experiment_id = client.get_run(continued).info.experiment_id
-                opened = mlflow.start_run(run_id=continued)
-            else:
-                experiment_id = _experiment(client, experiment, uri)
-                opened = mlflow.start_run(experiment_id=experiment_id, run_name=name, nested=active is not None)
-            run_id = opened.info.run_id
-            try:
-                _describe(client, run_id, settings, tags, opened.data.params)
-            except BaseException:
-                mlflow.end_run("FAILED")
-                raise
-    except mlflow.exceptions.MlflowException as error:
-        raise TrackingUnreachable(
-            f"MLflow at {shown(uri)} did not take the run: {first_lines(error, 2)} Nothing was started. Start the "
-            f"server, correct MLFLOW_TRACKING_URI, or unset it to log into {_runs()}."
-        ) from error
+    continued = None if active else os.environ.get("MLFLOW_RUN_ID")
+    with _alone(uri):
+        mlflow.set_tracking_uri(uri)
+        client = mlflow.MlflowClient(uri)
+        try:
+            with _patience(8):
+                found = client.get_run(continued).info if continued else client.get_experiment_by_name(experiment)
+        except mlflow.exceptions.MlflowException as error:
+            raise TrackingUnreachable(
+                f"MLflow at {shown(uri)} does not answer: {first_lines(error, 2)}\nNothing was started. "
+                f"Start the server, correct MLFLOW_TRACKING_URI, or unset it to log into {_runs()}."
+            ) from error
+        experiment_id = found.experiment_id if continued else _experiment(client, experiment, uri, found)
+        if continued:
+            mlflow.set_experiment(experiment_id=experiment_id)  # else MLflow refuses after another set_experiment
+        opened = mlflow.start_run(
+            run_id=continued, experiment_id=experiment_id, run_name=name, nested=active is not None
+        )
+        run_id = opened.info.run_id
+        try:
+            _describe(client, run_id, settings, tags, opened.data.params)
+        except BaseException:
+            mlflow.end_run("FAILED")
+            raise
     print(f"MLflow run {opened.info.run_name} ({run_id}) in experiment {experiment} at {shown(uri)}")
-    folder = Path(os.environ.get("GALLERY_RUN_DIR") or _runs() / "interactive").resolve()
+    folder = Path(os.environ.get("GALLERY_RUN_DIR") or "runs/interactive").resolve()  # where the logs are too
     journal = Journal.create(folder / f"metrics-{run_id}.jsonl", uri, run_id)
     return Run(uri, experiment_id, run_id, str(journal.path), int(getattr(settings, "global_batch", 0)))
 
 
-def _experiment(client: Any, name: str, uri: str) -> str:
-    found = client.get_experiment_by_name(name)
+def _experiment(client: Any, name: str, uri: str, found: Any) -> str:
     if found is None:
         beside = None
         if uri.startswith("sqlite:///"):  # else MLflow puts artifacts into the working directory
@@ -231,7 +225,7 @@ def _monitor(run: Run) -> Any:
 
 def _close(mlflow: Any, run: Run, sender: Sender, monitor: Any, status: str, error: BaseException | None) -> None:
     """Nothing here may raise: training is over, and its result or its own error counts."""
-    with _brief():
+    with _patience(20):
         if monitor is not None:  # its thread may sit in MLflow's long retries
             finishing = threading.Thread(target=monitor.finish, daemon=True)
             finishing.start()
@@ -246,18 +240,14 @@ def _close(mlflow: Any, run: Run, sender: Sender, monitor: Any, status: str, err
         del os.environ["MLFLOW_RUN_ID"]
 
 
-@contextlib.contextmanager
-def _brief() -> Iterator[None]:
-    before = {key: os.environ.get(key) for key in _BRIEF}
-    os.environ.update(_BRIEF)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
+def _patience(seconds: int) -> contextlib.AbstractContextManager[None]:
+    """One try of so many seconds. MLflow's own bounds add up to minutes, which suits the middle of a job alone."""
+    return environment(
+        MLFLOW_HTTP_REQUEST_MAX_RETRIES="0",
+        MLFLOW_HTTP_REQUEST_TIMEOUT=str(seconds),
+        MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT=str(seconds),
+        MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT="true",  # start() has said where the run is
+    )
 
 
 @contextlib.contextmanager

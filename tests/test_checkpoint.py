@@ -19,6 +19,8 @@ import torch
 from helpers import checkpoint
 from helpers.checkpoint import CheckpointError, WorldSizeDiffers, newest, resume, save
 
+pytestmark = pytest.mark.timeout(400)  # the first one starts all jobs of two ranks
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # One interpreter that has imported everything forks its two ranks, so that a job costs milliseconds to start.
@@ -181,7 +183,7 @@ def driven(tmp_path_factory) -> dict[str, Any]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=380,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((room / "answers.json").read_text()) | {"room": room}
@@ -195,6 +197,11 @@ def test_a_resumed_job_repeats_data_losses_and_random_draws_of_every_rank_bit_fo
         assert rest[rank]["weights"] == whole[rank]["weights"]
         assert rest[rank]["rate"] == whole[rank]["rate"]
     assert whole[0]["seen"] != whole[1]["seen"]
+
+
+def test_a_wrapped_model_is_saved_as_the_one_inside(driven):
+    saved = torch.load(newest(driven["room"] / "whole") / "objects.pt", weights_only=True)["model"]
+    assert list(saved) == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
 def test_a_kill_at_any_moment_leaves_a_loadable_newest_checkpoint_and_the_end_is_that_of_an_undisturbed_job(driven):

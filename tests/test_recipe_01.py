@@ -5,7 +5,9 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import joblib
 import nbformat
+import numpy as np
 import pytest
 import torch
 
@@ -132,6 +134,38 @@ def test_three_ranks_count_each_held_out_row_once_and_end_with_one_model(folder)
     assert len({result["weights_hash"] for result in results}) == 1
     assert {result["losses"][-1]["loss"] for result in results} == {results[0]["losses"][-1]["loss"]}
     assert len({result["losses"][-1]["rank_0"] for result in results}) == 3
+
+
+def test_the_full_size_profile_trains_by_the_same_cells(tmp_path, monkeypatch):
+    """On made-up rows of CoverType's shape: the real ones need a download."""
+    kept = tmp_path / "scikit_learn_data" / "covertype"
+    kept.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    labels = generator.integers(1, 8, size=2000)
+    joblib.dump(generator.normal(labels[:, None], 1, size=(2000, 54)), kept / "samples_py3")
+    joblib.dump(labels.astype(np.int32), kept / "targets_py3")
+    monkeypatch.setenv("SCIKIT_LEARN_DATA", str(kept.parent))
+    forest = tabular.prepare("covertype", held_out=201, root=tmp_path / "data")
+    recipe = cells("model", "evaluate", "train-code")
+    full = helpers.choose("h100x8", **recipe.settings.profiles)
+    small = full.replace(gpus=1, width=32, epochs=5, micro_batch=32, learning_rate=1e-2)
+    try:
+        result = recipe.train.func(small, forest, Run(), None)
+    finally:
+        ranks.shut_down()
+    assert recipe.accuracy(result["after"]) > recipe.accuracy(result["before"]) + 0.2
+
+
+def test_a_job_that_was_killed_after_its_last_step_resumes_to_its_result(folder, tmp_path):
+    recipe = cells("model", "evaluate", "train-code")
+    settings = recipe.settings.replace(gpus=1, epochs=1, checkpoint_every=1)
+    try:
+        done = recipe.train.func(settings, folder, Run(), tmp_path / "checkpoints")
+        again = recipe.train.func(settings.replace(epochs=1), folder, Run(), tmp_path / "checkpoints")
+    finally:
+        ranks.shut_down()
+    assert again["first_step"] == done["steps"]
+    assert torch.equal(again["after"], done["after"])
 
 
 def test_a_run_resumed_in_mid_epoch_ends_with_the_weights_of_an_undisturbed_one(folder, tmp_path):

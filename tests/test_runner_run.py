@@ -24,6 +24,7 @@ from runner_factory import (
 )
 
 from helpers.runner import cli
+from helpers.runner.processes import end_all
 
 KERNEL = ["--kernel", "python3"]
 
@@ -121,6 +122,8 @@ assert (learning_rate, steps, profile) == (0.001, 7, "big"), (learning_rate, ste
 print("folder", os.environ["GALLERY_RUN_DIR"])
 for step in range(50):
     print(f"\\rstep {step}", end="", file=sys.stderr, flush=True)
+    if step % 10 == 0:
+        print("line", step, flush=True)  # a bar between lines of output
 print(file=sys.stderr)
 """,
     )
@@ -225,10 +228,27 @@ def test_the_time_limit_ends_the_kernel_and_every_process_it_started(gallery, ro
     assert json.loads((runs(root)[0] / "record.json").read_text())["result"] == "time limit"
 
 
-def test_a_signal_to_gallery_run_ends_its_kernel_and_ranks_and_nobody_elses(root):
+@pytest.fixture
+def started(root):
+    """Starts `gallery` processes; should a test fail, nothing of theirs outlives it."""
+    processes = []
+
+    def run(*arguments):
+        processes.append(start(root, *arguments))
+        return processes[-1]
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+    for folder in runs(root):
+        end_all(folder)
+
+
+def test_a_signal_to_gallery_run_ends_its_kernel_and_ranks_and_nobody_elses(root, started):
     """Two runs at the same time; Ctrl-C ends the first, SIGTERM the second."""
     add_notebook(root, RANKS)
-    processes = [start(root, "run", "1", *KERNEL) for _ in range(2)]
+    processes = [started("run", "1", *KERNEL) for _ in range(2)]
     ranks = [[int(word) for word in read_until(process, "pids ").split()[1:]] for process in processes]
     assert len(alive([*ranks[0], *ranks[1]])) == 6
     for process, pids, number, expected in zip(
@@ -236,6 +256,8 @@ def test_a_signal_to_gallery_run_ends_its_kernel_and_ranks_and_nobody_elses(root
     ):
         assert len(alive(pids)) == 3  # the other run's end was not theirs
         process.send_signal(number)
+        time.sleep(1)
+        process.send_signal(number)  # impatience
         output, _ = process.communicate(timeout=60)
         assert process.returncode == expected, output
         assert alive(pids) == []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from helpers.fit import cards
-from helpers.fit.strategies import STRATEGIES, Estimate, Job, estimates
+from helpers.fit.strategies import Estimate, Job, estimate, estimates
+from helpers.fit.vocabulary import STRATEGIES, ImpossibleCombination, one_of
 
 GIB = 2**30
 Change = tuple[str, Callable[[], Estimate]]  # what to change and, when asked, what the job then needs
@@ -14,8 +16,13 @@ Change = tuple[str, Callable[[], Estimate]]  # what to change and, when asked, w
 def estimates_for(job: Job, strategy: str, strategies: Sequence[str]) -> dict[str, Estimate]:
     """The strategies' estimates, the one asked for among them; one GPU leaves only what one GPU can do: DDP."""
     wanted = list(dict.fromkeys([*strategies, strategy]))
-    order = [name for name in STRATEGIES if name in wanted] + [n for n in wanted if n not in STRATEGIES]
-    return estimates(job, [n for n in order if n in ("ddp", strategy) or job.gpus > 1])
+    for name in wanted:
+        one_of("strategy", name, STRATEGIES)
+    if strategy == "fsdp2" and job.fsdp2_fault:
+        raise ImpossibleCombination(job.fsdp2_fault)
+    impossible = {"fsdp2"} if job.fsdp2_fault else set()
+    order = [name for name in STRATEGIES if name in wanted and name not in impossible]
+    return estimates(job, [name for name in order if name in ("ddp", strategy) or job.gpus > 1])
 
 
 def advise(
@@ -34,14 +41,10 @@ def advise(
         smallest = [c for c in cards.CARDS.values() if asked.fits(c)]
         name = STRATEGIES[strategy]
         return [
-            f"The smallest card for {name} is {smallest[0].name}"
-            if smallest
-            else f"No card holds this under {name}"
+            f"The smallest card for {name} is {smallest[0].name}" if smallest else f"No card holds this under {name}"
         ]
     if asked.fits(card):
-        lines = [
-            f"{STRATEGIES[strategy]} fits on {card.name}, up to micro-batch {asked.largest_micro_batch(card)}"
-        ]
+        lines = [f"{STRATEGIES[strategy]} fits on {card.name}, up to micro-batch {asked.largest_micro_batch(card)}"]
         if strategy != "ddp" and "ddp" in found and found["ddp"].fits(card):
             lines.append(f"DDP fits too ({_gib(found['ddp'])}) and communicates least: prefer it")
         return lines
@@ -55,20 +58,16 @@ def advise(
         if fits:
             return lines
     larger = [c for c in cards.CARDS.values() if asked.fits(c)]
-    lines.append(
-        f"  a larger card: {larger[0].name}" if larger else "  no card here holds it unchanged: more GPUs"
-    )
+    lines.append(f"  a larger card: {larger[0].name}" if larger else "  no card here holds it unchanged: more GPUs")
     return lines
 
 
-def _free_changes(
-    job: Job, asked: Estimate, card: cards.Card, found: Mapping[str, Estimate]
-) -> Iterable[Change]:
-    if largest := asked.largest_micro_batch(card):
+def _free_changes(job: Job, asked: Estimate, card: cards.Card, found: Mapping[str, Estimate]) -> Iterable[Change]:
+    if largest := min(asked.largest_micro_batch(card), job.micro_batch - 1):
         smaller = max(n for n in range(1, largest + 1) if job.micro_batch % n == 0)
-        at = Estimate(asked.strategy, smaller, asked.points, asked.source)
-        times = job.micro_batch // smaller * job.accumulation
-        yield f"micro-batch {smaller} with accumulation {times}, the same global batch", lambda: at
+        changed = replace(job, micro_batch=smaller, accumulation=job.micro_batch // smaller * job.accumulation)
+        text = f"micro-batch {smaller} with accumulation {changed.accumulation}, the same global batch"
+        yield text, lambda: estimate(changed, asked.strategy)  # traced: accumulating keeps gradients alive for longer
     for name in ("zero2", "fsdp2", "zero3"):
         if name != asked.strategy and name in found:
             yield f"{STRATEGIES[name]}, more communication", lambda name=name: found[name]

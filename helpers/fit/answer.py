@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from helpers.fit import cards
-from helpers.fit.strategies import STRATEGIES, Estimate
+from helpers.fit.strategies import Estimate
+from helpers.fit.vocabulary import STRATEGIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,9 +81,7 @@ class Fit:
         """The rows as text: the peak per GPU, then on each card whether it fits and the largest micro-batch."""
         header, body = self._cells()
         widths = [max(len(row[i]) for row in (header, *body)) for i in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in (header, *body)
-        ]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in (header, *body)]
         return "\n".join(line.rstrip() for line in lines)
 
     def summary(self) -> str:
@@ -93,9 +92,7 @@ class Fit:
         ]
         each = self.estimates[self.strategy]
         parts = ", ".join(f"{k} {v / GIB:.2f}" for k, v in each.parts().items() if v >= 0.005 * GIB)
-        lines.append(
-            f"{STRATEGIES[self.strategy]} needs {each.total() / GIB:.2f} GiB per GPU: {parts} ({each.source})"
-        )
+        lines.append(f"{STRATEGIES[self.strategy]} needs {each.total() / GIB:.2f} GiB per GPU: {parts} ({each.source})")
         lines += self.advice
         lines.append(self._cost_line())
         lines += [f"Note: {note}" for note in self.notes]

@@ -6,6 +6,8 @@ import difflib
 import re
 from dataclasses import dataclass
 
+from helpers.fit.vocabulary import UnknownCard
+
 GIB = 2**30
 
 # Memory that is on the card but that no tensor of the training step owns. Stated, not measured.
@@ -40,17 +42,11 @@ CARDS = {
 }
 
 
-class UnknownCard(ValueError):
-    """The card or hardware text names nothing this file knows."""
-
-
 def card(name: str) -> Card:
     """The card of this name, in any spelling of case. Raises UnknownCard naming the nearest ones."""
     known = {key.lower(): key for key in CARDS}
     key = name.strip().lower().removeprefix("nvidia ").replace("_", "-").replace(" ", "-").removesuffix("gb")
-    key = {"a100-sxm": "a100", "a10g": "a10", "a10-24": "a10", "h100-80": "h100", "h200-141": "h200"}.get(
-        key, key
-    )
+    key = {"a100-sxm": "a100", "a10g": "a10", "a10-24": "a10", "h100-80": "h100", "h200-141": "h200"}.get(key, key)
     if key in known:
         return CARDS[known[key]]
     if key == "a100":
@@ -84,7 +80,5 @@ def of_settings(settings: object) -> Card | None:
     except UnknownCard:
         return None
     if count != settings.gpus:  # type: ignore[attr-defined]
-        raise UnknownCard(
-            f"hardware={hardware!r} has {count} cards but gpus={settings.gpus}: make them agree."
-        )  # type: ignore[attr-defined]
+        raise UnknownCard(f"hardware={hardware!r} has {count} cards but gpus={settings.gpus}: make them agree.")  # type: ignore[attr-defined]
     return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from helpers.fit import cards
-from helpers.fit.strategies import PARTS, STRATEGIES
+from helpers.fit.strategies import PARTS
+from helpers.fit.vocabulary import STRATEGIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,7 +53,12 @@ def draw(answer: Fit) -> Figure:
     axes.set_xlabel("peak memory per GPU (GiB)")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    figure.suptitle(f"{answer.title}\nmicro-batch {answer.micro_batch}, {answer.gpus} GPUs", fontsize=10, x=0.01, ha="left")
+    figure.suptitle(
+        f"{answer.title}\nmicro-batch {answer.micro_batch}, {answer.gpus} GPUs",
+        fontsize=10,
+        x=0.01,
+        ha="left",
+    )
     _legend(figure, [part for part in PARTS if any(bars[n].get(part, 0) > 0.002 * longest * GIB for n in names)])
     return figure
 

@@ -15,34 +15,31 @@ from torch import nn
 
 from helpers import memory
 
-SHALLOW = (3, 5)  # three: a first, a last and one between, so that FSDP2 has something to prefetch
-
 
 def trace_each(
     build_model: Callable[[int], nn.Module],
+    shallow: int,
     depth: int,
     make_batch: Callable[[int], Any],
     loss_fn: memory.LossFunction,
     micro_batches: Sequence[int],
     **options: Any,
 ) -> list[memory.Peak]:
-    """As memory.trace_each, for build_model(depth); all blocks are traced when there are no more than a few."""
+    """As memory.trace_each for build_model(depth), from traces of `shallow` blocks (two or more) and one more."""
     traces = [
-        memory.trace_each(
-            lambda d=d: build_model(d), make_batch, loss_fn, micro_batches, blocks=blocks, **options
-        )
-        for d in (SHALLOW if depth > SHALLOW[-1] else (depth,))
+        memory.trace_each(lambda d=d: build_model(d), make_batch, loss_fn, micro_batches, blocks=blocks, **options)
+        for d in ((shallow, shallow + 1) if depth > shallow + 1 else (depth,))
     ]
     if len(traces) == 1:
         return traces[0]
-    return [extend(low, high, depth) for low, high in zip(*traces, strict=True)]
+    return [_extend(low, high, depth - shallow) for low, high in zip(*traces, strict=True)]
 
 
-def extend(low: memory.Peak, high: memory.Peak, depth: int) -> memory.Peak:
-    """The peak at this depth from those at the depths SHALLOW."""
+def _extend(low: memory.Peak, high: memory.Peak, more: int) -> memory.Peak:
+    """The peak with so many more blocks than `low`, when `high` has one more."""
 
     def at(small: int, large: int) -> int:
-        return small + (large - small) * (depth - SHALLOW[0]) // (SHALLOW[1] - SHALLOW[0])
+        return small + (large - small) * more
 
     moments = {
         moment: {part: at(size, high.moments[moment][part]) for part, size in parts.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +26,7 @@ class Linear4bit(nn.Linear):
         self.compute = like.weight.dtype
         count, device = like.weight.numel(), like.weight.device
         stored = -(-count // 2 // self.compute.itemsize)
-        self.weight = nn.Parameter(
-            torch.empty(stored, 1, dtype=self.compute, device=device), requires_grad=False
-        )
+        self.weight = nn.Parameter(torch.empty(stored, 1, dtype=self.compute, device=device), requires_grad=False)
         blocks = -(-count // _WEIGHT_BLOCK)
         self.register_buffer("absmax", torch.empty(blocks, dtype=torch.uint8, device=device))
         self.register_buffer("absmax2", torch.empty(-(-blocks // _SCALE_BLOCK), device=device))
@@ -60,7 +57,7 @@ class _Unpacked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        packed, absmax = ctx.saved_tensors
+        _, absmax = ctx.saved_tensors
         return grads[0] @ _unpack(absmax, *ctx.unpacked), None, None, None, None, None
 
 
@@ -71,15 +68,11 @@ def _unpack(absmax: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) ->
     return weight
 
 
-def pack(model: nn.Module, skip: Callable[[str], bool]) -> float:
-    """Replace every nn.Linear by its 4-bit twin, except where skip(name); returns the share of parameters packed."""
-    everything = sum(p.numel() for p in model.parameters())
-    packed = 0
+def pack(model: nn.Module, keep: nn.Module | None) -> None:
+    """Replace every nn.Linear by its 4-bit twin, except `keep` (bitsandbytes leaves the output head as it is)."""
     for name, part in list(model.named_modules()):
-        if type(part) is nn.Linear and not skip(name):
-            packed += part.weight.numel()
+        if type(part) is nn.Linear and part is not keep:
             model.set_submodule(name, Linear4bit(part))
-    return packed / everything
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -103,8 +96,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def _state_for(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         if local.numel() < _SMALL or getattr(parameter, "keeps_32_bit_state", False):
-            wide = {name: torch.zeros_like(local, dtype=torch.float32) for name in ("state1", "state2")}
-            return wide
+            return {name: torch.zeros_like(local, dtype=torch.float32) for name in ("state1", "state2")}
         blocks = -(-local.numel() // _STATE_BLOCK)
         state = {name: torch.zeros_like(local, dtype=torch.uint8) for name in ("state1", "state2")}
         state |= {name: torch.zeros(blocks, device=local.device) for name in ("absmax1", "absmax2")}

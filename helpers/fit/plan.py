@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,11 +14,11 @@ from torch import nn
 from helpers.fit import packed
 from helpers.fit.advice import Change
 from helpers.fit.modules import multiplied_parameters
-from helpers.fit.strategies import STRATEGIES, ImpossibleCombination, Job, estimate
+from helpers.fit.strategies import Job, estimate
+from helpers.fit.vocabulary import ATTENTIONS, OPTIMIZERS, STRATEGIES, ImpossibleCombination, one_of
 
 GIB = 2**30
-OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
-ATTENTIONS = ("sdpa", "eager", "flash")
+_ADAFACTOR = "torch's Adafactor fails on FSDP2's sharded parameters: use optimizer adamw, or strategy zero3."
 
 
 @dataclass(frozen=True)
@@ -51,17 +49,15 @@ class Plan:
                 f"sequence={self.sequence} is longer than this model's {longest} positions: use at most {longest}."
             )
         if self.lora < 0:
-            raise ImpossibleCombination(
-                f"lora={self.lora} is no rank: use 0 for full fine-tuning, or 8, 16, 32 ..."
-            )
+            raise ImpossibleCombination(f"lora={self.lora} is no rank: use 0 for full fine-tuning, or 8, 16, 32 ...")
         if self.four_bit and not self.lora:
             raise ImpossibleCombination(
                 "four_bit=True with lora=0: 4-bit weights cannot be fully fine-tuned, they stay frozen under "
                 "adapters. Set lora=16 for QLoRA, or four_bit=False."
             )
-        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        one_of("optimizer", self.optimizer, OPTIMIZERS)
         if self.attention is not None:
-            _one_of("attention", self.attention, ATTENTIONS)
+            one_of("attention", self.attention, ATTENTIONS)
 
     def describe(self) -> str:
         how = f"{'QLoRA' if self.four_bit else 'LoRA'} rank {self.lora}" if self.lora else "full fine-tuning"
@@ -81,6 +77,8 @@ class Plan:
             bucket_view=bucket_view,
             state_follows=self.optimizer != "adamw8bit",
             depth=None if self.full_depth else getattr(self.config, "num_hidden_layers", None),
+            shallow=_all_kinds(self.config),
+            fsdp2_fault=_ADAFACTOR if self.optimizer == "adafactor" else "",
         )
 
     def build(self, dtype: torch.dtype, depth: int | None = None) -> nn.Module:
@@ -92,19 +90,16 @@ class Plan:
 
         config = _with_layers(self.config, depth)
         frozen = torch.float32 if self.precision == "fp32" else torch.bfloat16
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=frozen if self.lora else dtype, attn_implementation=_attention(self.attention)
-            )
-            if self.checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-        head = model.get_output_embeddings()
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=frozen if self.lora else dtype, attn_implementation=_attention(self.attention)
+        )
+        if self.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.four_bit:
-            packed.pack(model, skip=lambda name: model.get_submodule(name) is head)
+            packed.pack(model, keep=model.get_output_embeddings())
         for part in model.modules():
             if isinstance(part, nn.Embedding):
-                part.weight.keeps_32_bit_state = True
+                part.weight.keeps_32_bit_state = True  # the Trainer asks bitsandbytes for it
         return self._with_adapters(model, dtype) if self.lora else model
 
     def make_batch(self, micro_batch: int) -> dict[str, torch.Tensor]:
@@ -133,9 +128,8 @@ class Plan:
         known = 4 if self.lora else 6
         formula = f"{known}ND" + (" + 2ND recomputed" if self.checkpointing else "")
         active = self.facts.multiplied
-        return (
-            known + 2 * self.checkpointing
-        ) * active, f"{formula}, N = {active / 1e9:.2f}B active parameters"
+        each = (known + 2 * self.checkpointing) * active
+        return each, f"{formula}, N = {active / 1e9:.2f}B active parameters"
 
     def notes(self) -> list[str]:
         lines = []
@@ -149,14 +143,12 @@ class Plan:
             )
         if self.four_bit and facts.experts:
             lines.append(
-                f"bitsandbytes packs nn.Linear alone: {facts.experts / facts.parameters:.0%} of the parameters are expert "
-                "tensors, which stay in bf16"
+                f"bitsandbytes packs nn.Linear alone: {facts.experts / facts.parameters:.0%} of the parameters are "
+                "expert tensors, which stay in bf16"
             )
         if self.four_bit:
             wide = 2 * (facts.parameters - facts.packable) / GIB
-            lines.append(
-                f"peft's prepare_model_for_kbit_training would add {wide:.1f} GiB: it makes the rest fp32"
-            )
+            lines.append(f"peft's prepare_model_for_kbit_training would add {wide:.1f} GiB: it makes the rest fp32")
         return lines
 
     def dearer_changes(self, settings: Any, bucket_view: bool) -> Iterator[Change]:
@@ -213,6 +205,12 @@ def _count(model: nn.Module, config: Any) -> tuple[float, float, float, float]:
     )
 
 
+def _all_kinds(config: Any) -> int:
+    """The smallest depth, at least two, that has a layer of each kind (sliding-window and full attention)."""
+    kinds = getattr(config, "layer_types", None) or []
+    return max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
+
+
 def _with_layers(config: Any, depth: int | None) -> Any:
     """A copy of the config for training, with only `depth` layers if given (and lists of one entry per layer cut)."""
     config = copy.deepcopy(config)
@@ -221,17 +219,10 @@ def _with_layers(config: Any, depth: int | None) -> Any:
     if depth is not None:
         layers = config.num_hidden_layers
         for name, value in list(config.__dict__.items()):
-            if isinstance(value, list) and len(value) == layers and name != "architectures":
+            if "layer" in name and isinstance(value, list) and len(value) == layers:
                 setattr(config, name, value[:depth])
         config.num_hidden_layers = depth
     return config
-
-
-def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        near = difflib.get_close_matches(value, allowed, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ImpossibleCombination(f"{name}={value!r} is unknown: choose {', '.join(allowed)}.{hint}")
 
 
 def _attention(name: str | None) -> str | None:
@@ -240,15 +231,9 @@ def _attention(name: str | None) -> str | None:
         return name
     from transformers import AttentionInterface
 
-    def fused(
-        module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **options: Any
-    ) -> Any:
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:  # the CPU kernel that stands in here wants equal heads; views keep it free of copies
-            k, v = (
-                t[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) if t.shape[1] != q.shape[1] else t
-                for t in (k, v)
-            )
+    def fused(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **options: Any) -> Any:
+        # The CPU kernel that stands in here wants as many heads of keys as of queries: a little more than on a GPU.
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.transpose(1, 2).contiguous(), None
 

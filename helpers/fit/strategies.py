@@ -22,15 +22,10 @@ from torch import nn
 
 from helpers import memory
 from helpers.fit import cards, depth
+from helpers.fit.vocabulary import PRECISIONS, STRATEGIES, ImpossibleCombination, one_of
 
-STRATEGIES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
-PRECISIONS = ("fp32", "bf16", "mixed")
 PARTS = (*memory.CATEGORIES, "allowance")
 _BUCKET, _LIVE, _PREFETCH = int(5e8), int(1e9), int(5e7)
-
-
-class ImpossibleCombination(ValueError):
-    """The settings contradict each other; the message says which and what to change."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,8 @@ class Job:
     blocks: the submodules that FSDP2 gathers one at a time.
     bucket_view: DDP's gradient_as_bucket_view: gradients live in the buckets instead of beside them.
     depth: how many alike blocks the model has; build(dtype, depth=n) then makes one with n of them, and two shallow
-      models are traced instead of the whole one (helpers.fit.depth).
+      models are traced instead of the whole one (helpers.fit.depth): with `shallow` blocks and with one more.
+    fsdp2_fault: why the job cannot run under FSDP2, "" if it can.
     state_follows: the optimiser's state has the dtype of the weights (AdamW), not one of its own (8-bit AdamW).
     """
 
@@ -58,12 +54,12 @@ class Job:
     bucket_view: bool = False
     state_follows: bool = True
     depth: int | None = None
+    shallow: int = 2
+    fsdp2_fault: str = ""
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            raise ImpossibleCombination(
-                f"precision={self.precision!r} is unknown: choose {', '.join(PRECISIONS)}."
-            )
+            raise ImpossibleCombination(f"precision={self.precision!r} is unknown: choose {', '.join(PRECISIONS)}.")
         for name in ("micro_batch", "gpus", "accumulation"):
             if getattr(self, name) < 1:
                 raise ImpossibleCombination(f"{name}={getattr(self, name)} must be 1 or more.")
@@ -113,8 +109,7 @@ def estimate(job: Job, strategy: str) -> Estimate:
 def estimates(job: Job, strategies: Sequence[str] = tuple(STRATEGIES)) -> dict[str, Estimate]:
     """One Estimate per strategy name; what two strategies share is traced once."""
     for name in strategies:
-        if name not in STRATEGIES:
-            raise ImpossibleCombination(f"strategy={name!r} is unknown: choose {', '.join(STRATEGIES)}.")
+        one_of("strategy", name, STRATEGIES)
     traces: dict[torch.dtype, list[memory.Peak]] = {}
     found = {}
     for name in strategies:
@@ -152,15 +147,13 @@ def _trace(job: Job, dtype: torch.dtype, **options: Any) -> list[memory.Peak]:
     options |= {"optimizer": job.optimizer, "accumulation": job.accumulation}
     if job.depth is None:
         return memory.trace_each(lambda: job.build(dtype), *rest, **options)
-    return depth.trace_each(lambda blocks: job.build(dtype, depth=blocks), job.depth, *rest, **options)
+    return depth.trace_each(lambda blocks: job.build(dtype, depth=blocks), job.shallow, job.depth, *rest, **options)
 
 
 def _ddp(job: Job, peak: memory.Peak, name: str) -> dict[str, dict[str, int]]:
     # The reducer copies every gradient into flat buckets, which it keeps from the first step on.
     buckets = 0 if job.gpus == 1 or job.bucket_view else peak.moments["step//peak"]["gradients"]
-    return {
-        m: {**parts, "communication": parts["communication"] + buckets} for m, parts in peak.moments.items()
-    }
+    return {m: {**parts, "communication": parts["communication"] + buckets} for m, parts in peak.moments.items()}
 
 
 def _zero(job: Job, peak: memory.Peak, name: str) -> dict[str, dict[str, int]]:
@@ -207,9 +200,7 @@ def _fake_world(gpus: int) -> Iterator[Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise RuntimeError(
-            "FSDP2 is traced in a process group of its own: call this in the parent, before launch."
-        )
+        raise RuntimeError("FSDP2 is traced in a process group of its own: call this in the parent, before launch.")
     dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
     try:
         yield dist.init_device_mesh("cpu", (gpus,))

@@ -16,7 +16,7 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import Engine, papermill_engines
 
 from helpers.runner.live import Live
-from helpers.runner.processes import RUN_FOLDER, end_all
+from helpers.runner.processes import RUN_FOLDER, end_all, uninterrupted
 
 NAME = "gallery"
 INTERRUPT_GRACE = 5.0  # seconds in which an interrupted cell may stop its ranks and end its tracking run
@@ -102,17 +102,19 @@ class GalleryEngine(Engine):
         **_: Any,
     ) -> None:
         environment = {**os.environ, RUN_FOLDER: str(limit.run_folder)}
-        # A socket's path may have about 100 characters: a run folder is too deep, a temporary one is not.
-        with limit, tempfile.TemporaryDirectory(prefix="gallery-") as sockets:
+        # The system allows a socket's path about 100 characters: run folders and some TMPDIRs are too deep.
+        place = tempfile.gettempdir() if len(tempfile.gettempdir()) < 70 else "/tmp"
+        with limit, tempfile.TemporaryDirectory(prefix="gallery-", dir=place) as sockets:
             client = Client(
                 nb_man, live, limit, Path(sockets),
-                kernel_name=kernel_name, startup_timeout=start_timeout, timeout=None,
+                kernel_name=kernel_name, startup_timeout=start_timeout, timeout=None, coalesce_streams=True,
             )  # fmt: skip
             try:
                 with (limit.run_folder / "logs" / "kernel.log").open("w") as log:
                     client.execute(env=environment, stdout=log, stderr=log)
             finally:
-                end_all(limit.run_folder, kernel=limit.kernel)
+                with uninterrupted():
+                    end_all(limit.run_folder, kernel=limit.kernel)
 
 
 papermill_engines.register(NAME, GalleryEngine)

@@ -12,6 +12,7 @@ from typing import Any
 import nbformat
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+FORMULA = re.compile(r"\$[^$\n]+\$|\$\$|\\\(|\\begin\{")
 
 STYLE = """<style>
 body.jp-Notebook { max-width: 68rem; margin: 0 auto; padding: 1rem 1.5rem 4rem; overflow-x: auto; }
@@ -20,23 +21,31 @@ body.jp-Notebook { max-width: 68rem; margin: 0 auto; padding: 1rem 1.5rem 4rem; 
 .gallery-run.bad { border-color: #a4262c; background: #fbf3f3; }
 .gallery-run table { border-collapse: collapse; margin-top: .4rem; }
 .gallery-run td { padding: .1rem 1.2rem .1rem 0; vertical-align: top; }
+.jp-RenderedText[data-mime-type="application/vnd.jupyter.stderr"] { background: none; border-left: 3px solid #ccc; }
 .jp-OutputArea-output pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 </style>"""
 
 
 def write(notebook: nbformat.NotebookNode, record: Mapping[str, Any], path: Path) -> Path:
-    """Write an executed notebook as a page, the outcome of its run at the top."""
+    """Write an executed notebook as a page, the outcome of its run at the top.
+
+    The page holds its pictures and styles, and loads nothing; only where the text has formulas does it ask for
+    MathJax, without which they show as TeX.
+    """
     from nbconvert import HTMLExporter
 
     exporter = HTMLExporter(
         template_name="lab", embed_images=True, exclude_input_prompt=True, exclude_output_prompt=True,
         preprocessors=["nbconvert.preprocessors.CoalesceStreamsPreprocessor"],
-        mathjax_url="", require_js_url="", jquery_url="", mermaid_js_url="",
+        require_js_url="", jquery_url="", mermaid_js_url="",
     )  # fmt: skip
+    if not any(FORMULA.search(cell.source) for cell in notebook.cells if cell.cell_type == "markdown"):
+        exporter.mathjax_url = ""
     body, _ = exporter.from_notebook_node(without_papermill_notes(notebook))
     title = html.escape(str(record["title"]))
-    body = re.sub(r"<title>.*?</title>", lambda _: f"<title>{title}</title>{STYLE}", body, count=1, flags=re.S)
+    body = re.sub(r"<title>.*?</title>", lambda _: f"<title>{title}</title>", body, count=1, flags=re.S)
     body = re.sub(r"<script[^>]+src=\"\"[^>]*>\s*</script>", "", body)
+    body = body.replace("</head>", f"{STYLE}</head>", 1)  # last, so that it wins
     body = re.sub(r"(<body[^>]*>)", lambda tag: tag[1] + _banner(record), body, count=1)
     path.write_text(body)
     return path

@@ -121,6 +121,21 @@ def signals_as_exceptions() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold signals off while processes are being ended: an impatient second Ctrl-C must not leave them behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in held]
+    try:
+        yield
+    finally:
+        for number, handler in zip(held, before, strict=True):
+            signal.signal(number, handler)
+
+
 def _tree(pid: int) -> list[psutil.Process]:
     try:
         process = psutil.Process(pid)
