@@ -74,17 +74,19 @@ class Equivalence:
         figure = Figure(figsize=(7.5, 2.8), layout="constrained")
         left, right = figure.subplots(1, 2)
         steps = range(1, len(self.losses[1]) + 1)
-        for size, style in zip(self.world_sizes, ("-", "--", ":", "-."), strict=False):
-            name = f"{size} rank{'s' * (size > 1)}"
-            left.plot(steps, self.losses[size], style, label=name, linewidth=3 if size == 1 else 1.5,
-                      color="0.7" if size == 1 else "C0")  # fmt: skip
-            if size > 1:
-                apart = [_relative(a, b) for a, b in zip(self.losses[size], self.losses[1], strict=True)]
-                right.semilogy(steps, [max(each, 1e-12) for each in apart], style, color="C0", label=name)
+        left.plot(steps, self.losses[1], color="0.7", linewidth=4, label="1 rank")
+        for size, style in zip(self.world_sizes[1:], ("-", "--", ":"), strict=False):
+            left.plot(steps, self.losses[size], style, color="C0", label=f"{size} ranks")
+            apart = [_relative(a, b) for a, b in zip(self.losses[size], self.losses[1], strict=True)]
+            # steps that agree in every digit have no place on a logarithmic axis
+            right.semilogy(steps, [each or math.nan for each in apart], style, marker=".", color="C0")
         right.axhline(self.tolerance, color="0.3", linewidth=1)
         right.annotate("bound", (1, self.tolerance), xytext=(0, 3), textcoords="offset points", color="0.3")
-        left.set(xlabel="optimiser step", ylabel="loss of the global batch", title="Loss")
-        right.set(xlabel="optimiser step", ylabel="relative difference", title="Difference from one rank")
+        right.set_ylim(top=20 * self.tolerance)
+        left.set(xlabel="optimizer step", ylabel="loss of the global batch", title="Loss")
+        right.set(xlabel="optimizer step", ylabel="relative difference of the loss", title="Difference from 1 rank")
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
         left.legend(frameon=False)
         return figure
 
@@ -156,7 +158,7 @@ def _trace_of(value: Any) -> dict[str, Any]:
             "or a dict with it under 'trace'."
         )
     if not trace["losses"]:
-        raise ValueError("compare: the trace has no steps; call Trace.step(...) after each optimiser step.")
+        raise ValueError("compare: the trace has no steps; call Trace.step(...) after each optimizer step.")
     return trace
 
 

@@ -178,7 +178,7 @@ def test_compare_launches_the_function_itself_and_shows_table_and_picture() -> N
     assert found.equal
     assert [row["step"] for row in found.table(3)] == [1, 7, 12]
     assert "<table>" in found._repr_html_()
-    assert found.plot().axes[0].get_xlabel() == "optimiser step"
+    assert found.plot().axes[0].get_xlabel() == "optimizer step"
 
 
 def test_what_cannot_be_compared_is_refused_with_the_reason() -> None:

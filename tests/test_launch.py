@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,6 +258,25 @@ def test_what_cannot_be_pickled_is_refused_by_name_before_launch() -> None:
 
     with pytest.raises(PayloadError, match=r"other: argument 'argument' \(generator\) cannot be pickled"):
         other.distributed(x for x in range(3))
+
+
+def test_a_function_that_uses_torch_and_an_attribute_called_classes_can_be_carried() -> None:
+    """cloudpickle takes the attribute for the submodule torch.classes, which it cannot pickle; torch.ops likewise."""
+
+    @distributed(gpus=1)
+    def job(shape: Any) -> Any:
+        return torch.zeros(1).item() + shape.classes + shape.ops
+
+    assert job.distributed(SimpleNamespace(classes=10, ops=1)) == [11.0]
+
+
+def test_an_attribute_that_is_named_like_a_global_is_not_blamed() -> None:
+    @distributed(gpus=1)
+    def job(data: Any) -> Any:
+        return data.pytestmark
+
+    with pytest.raises(PayloadError, match="argument 'data'"):
+        job.distributed(threading.Lock())
 
 
 def test_what_is_larger_than_64_mib_is_refused_by_name_before_launch() -> None:

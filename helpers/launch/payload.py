@@ -1,8 +1,11 @@
 """The function, its arguments and what they capture, as bytes for fresh interpreters; refusals name the variable."""
 
+import dis
+import importlib
 import inspect
 import io
 import linecache
+import sys
 import types
 from collections import ChainMap
 from collections.abc import Callable, Iterator
@@ -56,6 +59,15 @@ def _pickled(value: Any, cells: set[str] | None = None) -> bytes:
         return build, tuple(code.co_filename if each == "<dynamic-code>" else each for each in arguments)
 
     class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            # torch.ops and torch.classes are modules of types of their own. cloudpickle meets them in any function
+            # that uses torch and an attribute of such a name, and cannot pickle them.
+            if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+                for name, module in list(sys.modules.items()):
+                    if module is obj:
+                        return importlib.import_module, (name,)
+            return super().reducer_override(obj)
+
         dispatch_table: ClassVar = ChainMap({types.CodeType: keep_file_name}, cloudpickle.Pickler.dispatch_table)
 
     buffer = _Limited()
@@ -100,16 +112,22 @@ def _named_values(function: Callable[..., Any], bound: inspect.BoundArguments) -
         for name, parameter in inspect.signature(current).parameters.items():
             if parameter.default is not inspect.Parameter.empty:
                 yield f"the default of argument {name!r}", parameter.default
-        captured = inspect.getclosurevars(current)
-        for where, variables in (
-            ("captured variable", captured.nonlocals),
-            ("global variable", captured.globals),
-        ):
+        code, known = current.__code__, current.__globals__
+        cells = dict(zip(code.co_freevars, current.__closure__ or (), strict=True))
+        nonlocals = {name: cell.cell_contents for name, cell in cells.items()}
+        globals_ = {name: known[name] for name in _global_names(code) if name in known}
+        for where, variables in (("captured variable", nonlocals), ("global variable", globals_)):
             for name, value in variables.items():
                 if inspect.isfunction(value) and value.__module__ == "__main__":
                     waiting.append(value)
                 elif not inspect.ismodule(value):
                     yield f"{where} {name!r}", value
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    """Names that a function reads as globals; co_names alone would hold its attributes as well."""
+    own = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return own.union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
 
 
 def _kind(value: Any) -> str:
