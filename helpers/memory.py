@@ -214,6 +214,7 @@ def _materialise(build_model: Callable[[], nn.Module], mode: fake_tensor.FakeTen
                     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
                     is_parameter = isinstance(tensor, nn.Parameter)
                     made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                    made[id(tensor)].__dict__.update(tensor.__dict__)  # marks that an optimiser looks for
                 store[name] = made[id(tensor)]
     return model
 
@@ -221,9 +222,12 @@ def _materialise(build_model: Callable[[], nn.Module], mode: fake_tensor.FakeTen
 def _batch_for(make_batch: Callable[[int], Any], size: int, mode: fake_tensor.FakeTensorMode | None) -> Any:
     if mode is None:
         return make_batch(size)
-    with fake_tensor.unset_fake_temporarily():
-        batch = make_batch(size)
-    return tree_map_only(torch.Tensor, mode.from_tensor, batch)
+    try:
+        batch = make_batch(size)  # fake from the start, so that a large batch costs nothing
+    except Exception:  # one that reads real data cannot be made of fake tensors
+        with fake_tensor.unset_fake_temporarily():
+            batch = make_batch(size)
+    return tree_map_only(torch.Tensor, lambda t: t if mode.is_our_fake(t) else mode.from_tensor(t), batch)
 
 
 def _as_on_gpu(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,8 +70,8 @@ class Job:
 class Estimate:
     """Bytes of one rank under one strategy, as a function of the micro-batch.
 
-    points: the same moments of the step (forward, backward, step ...) traced at two micro-batch sizes. Memory grows
-    linearly with the micro-batch at each moment, and the peak is the highest of them.
+    points: the same moments of the step (forward, backward, step ...) traced at several micro-batch sizes. Between
+    them memory is taken as linear, which errs on the safe side: the peak is the highest of many lines, so convex.
     """
 
     strategy: str
@@ -81,7 +82,9 @@ class Estimate:
     def parts(self, micro_batch: int | None = None) -> dict[str, int]:
         """Bytes by part (the keys are PARTS) at the peak."""
         size = micro_batch or self.micro_batch
-        (small, low), (large, high) = sorted(self.points.items())
+        sizes = sorted(self.points)
+        small, large = next(((a, b) for a, b in pairwise(sizes) if size <= b), (sizes[-2], sizes[-1]))
+        low, high = self.points[small], self.points[large]
         share = (size - small) / (large - small)
         at = [{k: round(v + share * (high[m][k] - v)) for k, v in low[m].items()} for m in low if m in high]
         return max(at, key=lambda parts: sum(parts.values()))
@@ -143,7 +146,8 @@ def _trace_plain(job: Job, dtype: torch.dtype) -> list[memory.Peak]:
 
 
 def _trace(job: Job, dtype: torch.dtype, **options: Any) -> list[memory.Peak]:
-    rest = (job.make_batch, job.loss_fn, [job.micro_batch, 2 * job.micro_batch])
+    times = (1, 8) if job.depth else (1, 8, 128)
+    rest = (job.make_batch, job.loss_fn, [n * job.micro_batch for n in times])
     options |= {"optimizer": job.optimizer, "accumulation": job.accumulation}
     if job.depth is None:
         return memory.trace_each(lambda: job.build(dtype), *rest, **options)
