@@ -60,7 +60,7 @@ class Ledger(TorchDispatchMode):
             self._count(storage, None)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:

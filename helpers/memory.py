@@ -206,7 +206,8 @@ def _materialise(build_model: Callable[[], nn.Module], mode: fake_tensor.FakeTen
         model = build_model()
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for store in (module._parameters, module._buffers):
+        stores: tuple[Any, ...] = (module._parameters, module._buffers)
+        for store in stores:
             for name, tensor in store.items():
                 if tensor is None:
                     continue

@@ -79,10 +79,7 @@ def test_the_second_call_finds_the_folder_and_writes_nothing(folder):
 
 def test_two_notebooks_that_prepare_at_once_end_with_one_whole_folder(tmp_path):
     with ThreadPoolExecutor(4) as pool:
-        starts = [
-            pool.submit(tabular.prepare, "digits", held_out=HELD_OUT, root=tmp_path / "data")
-            for _ in range(4)
-        ]
+        starts = [pool.submit(tabular.prepare, "digits", held_out=HELD_OUT, root=tmp_path / "data") for _ in range(4)]
     folders = {start.result() for start in starts}
     assert list((tmp_path / "data").iterdir()) == list(folders)
     assert len(tabular.load(folders.pop()).train) == 1797 - HELD_OUT

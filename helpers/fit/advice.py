@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from helpers.fit import cards
 from helpers.fit.strategies import Estimate, Job, estimate, estimates
@@ -48,9 +49,9 @@ def advise(
         if strategy != "ddp" and "ddp" in found and found["ddp"].fits(card):
             lines.append(f"DDP fits too ({_gib(found['ddp'])}) and communicates least: prefer it")
         return lines
-    lines = [
-        f"{STRATEGIES[strategy]} does not fit on {card.name} ({_gib(asked)} of {card.memory} GiB). Cheapest first:"
-    ]
+    verdict = "is too tight" if asked.total() <= card.bytes else "does not fit"
+    room = f"{_gib(asked)} of {card.memory} GiB, of which {1 - cards.TIGHT:.0%} stay free for fragmentation"
+    lines = [f"{STRATEGIES[strategy]} {verdict} on {card.name}: {room}. What to change, cheapest first:"]
     for text, needed in (*_free_changes(job, asked, card, found), *changes):
         each = needed()
         fits = each.fits(card)
@@ -70,7 +71,7 @@ def _free_changes(job: Job, asked: Estimate, card: cards.Card, found: Mapping[st
         yield text, lambda: estimate(changed, asked.strategy)  # traced: accumulating keeps gradients alive for longer
     for name in ("zero2", "fsdp2", "zero3"):
         if name != asked.strategy and name in found:
-            yield f"{STRATEGIES[name]}, more communication", lambda name=name: found[name]
+            yield f"{STRATEGIES[name]}, more communication", partial(found.__getitem__, name)
 
 
 def _gib(each: Estimate) -> str:

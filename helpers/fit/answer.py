@@ -138,10 +138,9 @@ class Fit:
 
 
 def _mark(each: Estimate, card: cards.Card) -> str:
+    word = "fits" if each.fits(card) else "tight" if each.total() <= card.bytes else "no"
     largest = each.largest_micro_batch(card)
-    if each.fits(card):
-        return f"fits, up to {_count(largest)}"
-    return f"no, up to {_count(largest)}" if largest else "no"
+    return f"{word}, up to {_count(largest)}" if largest else word
 
 
 def _count(value: float) -> str:

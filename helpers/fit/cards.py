@@ -13,7 +13,7 @@ GIB = 2**30
 # Memory that is on the card but that no tensor of the training step owns. Stated, not measured.
 CUDA_CONTEXT = int(0.75 * GIB)  # context, loaded kernels, cuBLAS work space: 0.5 to 0.9 GiB from A10 to H200
 NCCL_BUFFERS = int(0.75 * GIB)  # communicator and channel buffers of one process group of 8 ranks
-TIGHT = 0.95  # above this share of the card the caching allocator's fragmentation decides
+TIGHT = 0.95  # what a job may take of a card: the rest is left to the fragmentation of the caching allocator
 
 
 @dataclass(frozen=True)

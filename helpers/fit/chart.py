@@ -9,6 +9,7 @@ from helpers.fit.strategies import PARTS
 from helpers.fit.vocabulary import STRATEGIES
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from helpers.fit.answer import Fit
@@ -23,13 +24,17 @@ STYLE = {
     "activations": ("#f2c57c", "\\\\\\\\"),
     "temporary": ("#fbe8c8", ""),
     "communication": ("#b04a5a", "xxxx"),
-    "allowance": ("#d8d8d8", ""),
+    "allowance": ("#9b9b9b", ""),
 }
+
+
+_FREE = "#efefef"
 
 
 def draw(answer: Fit) -> Figure:
     """A Figure 9 inches wide; cards too large to matter for this job are left out, one larger than all bars stays."""
     from matplotlib.figure import Figure
+    from matplotlib.patheffects import withStroke
 
     names = list(answer.estimates)
     bars = {name: answer.estimates[name].parts() for name in names}
@@ -38,6 +43,7 @@ def draw(answer: Fit) -> Figure:
     limit = max(longest, shown[-1].memory) * 1.06
     figure = Figure(figsize=(9, 1.75 + 0.52 * len(names)), layout="constrained")
     axes = figure.subplots()
+    outline = [withStroke(linewidth=3, foreground="white")]
     for row, name in enumerate(names):
         left = 0.0
         for part in PARTS:
@@ -45,7 +51,8 @@ def draw(answer: Fit) -> Figure:
             colour, hatch = STYLE[part]
             axes.barh(row, width, 0.62, left, color=colour, hatch=hatch, edgecolor="white", linewidth=0.6)
             left += width
-        axes.text(left + limit * 0.006, row, f"{left:.1f}", va="center", ha="left", fontsize=9, fontweight="bold")
+        number = axes.text(left + limit * 0.006, row, f"{left:.1f}", va="center", fontsize=9, fontweight="bold")
+        number.set_path_effects(outline)  # type: ignore[arg-type]
     _mark_cards(axes, shown, answer, len(names))
     axes.set_yticks(range(len(names)), [STRATEGIES[name] for name in names])
     axes.set_ylim(len(names) - 0.45, -0.55)
@@ -70,7 +77,9 @@ def _cards_for(answer: Fit, longest: float) -> list[cards.Card]:
     return [card for card in ordered if card.memory <= limit or card == answer.card]
 
 
-def _mark_cards(axes: object, shown: list[cards.Card], answer: Fit, rows: int) -> None:
+def _mark_cards(axes: Axes, shown: list[cards.Card], answer: Fit, rows: int) -> None:
+    from matplotlib.patheffects import withStroke
+
     groups: list[list[cards.Card]] = []
     for card in shown:  # A100-80 and H100 hold nearly the same: one line for both
         if groups and card.memory - groups[-1][-1].memory < 0.01 * shown[-1].memory:
@@ -80,7 +89,9 @@ def _mark_cards(axes: object, shown: list[cards.Card], answer: Fit, rows: int) -
     for group in groups:
         mine = answer.card in group
         at, label = min(card.memory for card in group), "\n".join(card.name for card in group)
-        axes.axvline(at, color="black", linewidth=1.6 if mine else 0.8, linestyle="-" if mine else (0, (4, 3)))
+        axes.axvspan(cards.TIGHT * at, at, color=_FREE, zorder=0)
+        line = axes.axvline(at, color="black", linewidth=1.6 if mine else 0.9, linestyle="-" if mine else (0, (4, 3)))
+        line.set_path_effects([withStroke(linewidth=2.6, foreground="white")])
         axes.annotate(
             label,
             (at, 1),
@@ -98,4 +109,5 @@ def _legend(figure: Figure, parts: list[str]) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=STYLE[p][0], hatch=STYLE[p][1], edgecolor="white", label=p) for p in parts]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(parts), fontsize=8, frameon=False)
+    handles.append(Patch(facecolor=_FREE, label="kept free"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)

@@ -9,6 +9,7 @@ a fraction of the time; tests compare it with a trace of all blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,7 +28,7 @@ def trace_each(
 ) -> list[memory.Peak]:
     """As memory.trace_each for build_model(depth), from traces of `shallow` blocks (two or more) and one more."""
     traces = [
-        memory.trace_each(lambda d=d: build_model(d), make_batch, loss_fn, micro_batches, blocks=blocks, **options)
+        memory.trace_each(partial(build_model, d), make_batch, loss_fn, micro_batches, blocks=blocks, **options)
         for d in ((shallow, shallow + 1) if depth > shallow + 1 else (depth,))
     ]
     if len(traces) == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class Plan:
             packed.pack(model, keep=model.get_output_embeddings())
         for part in model.modules():
             if isinstance(part, nn.Embedding):
-                part.weight.keeps_32_bit_state = True  # the Trainer asks bitsandbytes for it
+                part.weight.keeps_32_bit_state = True  # type: ignore[attr-defined]  # the Trainer asks bitsandbytes for it
         return self._with_adapters(model, dtype) if self.lora else model
 
     def make_batch(self, micro_batch: int) -> dict[str, torch.Tensor]:
@@ -167,7 +167,7 @@ class Plan:
         for text, change in steps:
             changed = replace(changed, **change)
             job = changed.job(settings, bucket_view)
-            yield f"{text}, with {STRATEGIES[strategy]}", lambda job=job: estimate(job, strategy)
+            yield f"{text}, with {STRATEGIES[strategy]}", partial(estimate, job, strategy)
 
     def _with_adapters(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
         from peft import LoraConfig, get_peft_model
@@ -194,7 +194,7 @@ class Facts:
 def _count(model: nn.Module, config: Any) -> tuple[float, float, float, float]:
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
     share = getattr(config, "num_experts_per_tok", None) or experts
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings()  # type: ignore[operator]
     linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) and m is not head}
     named = list(model.named_parameters())
     return (

@@ -192,7 +192,8 @@ def _trace_fsdp2(job: Job) -> list[memory.Peak]:
         def shard(model: nn.Module) -> nn.Module:
             for block in (job.blocks or depth.blocks)(model):
                 fully_shard(block, mesh=mesh, mp_policy=policy)
-            return fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+            return model
 
         return _trace(job, _weights_dtype(job), wrap=shard)
 
