@@ -3,7 +3,7 @@
 #   make run [RECIPE=01] [PROFILE=smoke]   run recipes: a number, a name, several in quotes, or all
 #   make test [ARGS="-k launch"]           linters, structure checks and tests
 #   make env NAME=pytorch                  make one recipe environment and its Jupyter kernel
-#   make lab                               open the notebooks in JupyterLab
+#   make lab NAME=pytorch                  make it, and open the notebooks in JupyterLab
 #   make clean                             remove everything that these commands made
 
 PYTHON ?= python3
@@ -39,7 +39,7 @@ env: runner
 	@$(GALLERY) env $(NAME)
 
 lab: runner
-	@$(GALLERY) env pytorch
+	@$(GALLERY) env $(NAME)
 	@.venv/bin/jupyter lab --notebook-dir notebooks
 
 clean:

@@ -48,8 +48,8 @@ def setup(environment: str, *, locks: Path | None = None) -> None:
     if problems:
         raise WrongKernel(
             f"this kernel ({sys.executable}) is not the environment {environment!r}: {_some(problems)}. "
-            f"Run `gallery env {environment}` in the repository and choose the kernel {environment!r}, or "
-            f"run `%pip install -r {lock.path}` in this kernel and restart it."
+            f"Run `make lab NAME={environment}` in the repository and open the notebook there (its kernel is "
+            f"{environment!r}), or run `%pip install -r {lock.path}` in this kernel and restart it."
         )
     print(f"Environment {environment}: {_this_kernel()}.")
     if notes:

@@ -164,6 +164,10 @@ FAULTS = {
     "a picture that is not there": (put(10, '## Data\n\n<img src="a.png">'), "cell 10: link a.png leads nowhere"),
     "a link to a section that is not there": (put(10, "## Data\n\n[x](#Nothing)"), "link #Nothing leads to no heading"),
     "too much code": (put(9, "x = 1\n" * 301), "lines of code: at most 300 [length]"),
+    "a profile that the settings do not offer": (
+        tell("profiles", {n: {"hardware": "h", "minutes": 1, "ran": False} for n in ("smoke", "laptop")}),
+        "cell 6: profiles differ from the metadata's: only here -, only there laptop [profiles]",
+    ),
     "no record at the end": (put(17, "train(settings)"), "cell 17: the last code cell must call record(...) [record]"),
 }
 

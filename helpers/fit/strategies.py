@@ -95,7 +95,7 @@ class Estimate:
     def fits(self, card: cards.Card, micro_batch: int | None = None) -> bool:
         return self.total(micro_batch) <= cards.TIGHT * card.bytes
 
-    def largest_micro_batch(self, card: cards.Card, at_most: int = 1 << 20) -> int:
+    def largest_micro_batch(self, card: cards.Card, at_most: int = 1 << 31) -> int:
         """The largest micro-batch that fits on this card, 0 if none does."""
         low, high = 0, at_most + 1
         while high - low > 1:

@@ -219,6 +219,16 @@ def length(base: Path, path: Path, notebook: Notebook) -> Iterator[Finding]:
         yield None, f"has {count} lines of code: at most {MOST_CODE}"
 
 
+def profiles(base: Path, path: Path, notebook: Notebook) -> Iterator[Finding]:
+    """The profiles of the metadata are those that the settings cell offers."""
+    told = set((notebook.metadata.get("gallery") or {}).get("profiles") or {})
+    for number, call in cells.calls(notebook, "choose"):
+        offered = {keyword.arg for keyword in call.keywords if keyword.arg}
+        if offered and offered != told:
+            missing, extra = ", ".join(sorted(offered - told)), ", ".join(sorted(told - offered))
+            yield number, f"profiles differ from the metadata's: only here {missing or '-'}, only there {extra or '-'}"
+
+
 def record(base: Path, path: Path, notebook: Notebook) -> Iterator[Finding]:
     """The last code cell records the numbers."""
     code = [number for number, cell in cells.code_cells(notebook) if cell.source.strip()]
@@ -236,6 +246,7 @@ RULES: dict[str, Rule] = {
     "lock": lock,
     "links": links,
     "length": length,
+    "profiles": profiles,
     "record": record,
 }
 

@@ -23,6 +23,7 @@ class BuildFailed(Exception):
 def unknown(kind: str, given: str, known: Iterable[str]) -> BadInput:
     """An error for a misspelt name, with the nearest right one and all that are known."""
     options = list(known)
-    near = get_close_matches(given, options, n=1, cutoff=0.4)
+    # one number is not a misspelling of another
+    near = [] if given.isdecimal() else get_close_matches(given, options, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return BadInput(f"{kind} {given!r} is unknown.{hint} Known: {', '.join(options) or 'none'}.")
