@@ -149,7 +149,7 @@ def barrier(purpose: str, timeout: timedelta = timedelta(minutes=10)) -> None:
     if world_size() == 1:
         return
     try:
-        dist.monitored_barrier(_control_group(), timeout=timeout, wait_all_ranks=True)
+        dist.monitored_barrier(_control_group(dist.group.WORLD), timeout=timeout, wait_all_ranks=True)
     except RuntimeError as error:
         raise RankLate(f"{purpose}: not every rank arrived within {timeout.total_seconds():g} s. {error}") from error
 
@@ -200,7 +200,6 @@ def same_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> str:
 def shut_down() -> None:
     """Leave the process group if there is one. The launcher calls this when a rank's function has returned."""
     if dist.is_available() and dist.is_initialized():
-        _control_group.cache_clear()
         dist.destroy_process_group()
 
 
@@ -234,10 +233,10 @@ def _collective_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
-@functools.cache
-def _control_group() -> Any:
+@functools.lru_cache(maxsize=1)
+def _control_group(world: Any) -> Any:
     # monitored_barrier, the only barrier that names the missing ranks, exists for gloo alone
-    return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    return world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
 def _hash(tensor: torch.Tensor) -> str:

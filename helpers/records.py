@@ -98,6 +98,8 @@ def _verdict(metrics: Mapping[str, Value], claim: str) -> Verdict:
             f"{', '.join(OPERATORS)}, for example 'held_out_accuracy >= 0.95'."
         )
     name, sign, right = match.groups()
+    if right == name or right.lstrip("+-").lower() in ("inf", "infinity"):
+        raise InvalidClaim(f"claim {claim!r} holds or fails whatever was measured: compare with a finite number.")
     value = _number(metrics, name, claim)
     try:
         bound = float(right)

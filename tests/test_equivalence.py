@@ -169,8 +169,32 @@ def test_the_tolerance_lies_between_rounding_and_the_smallest_fault(traces: dict
 def test_the_tolerance_follows_the_dtype_the_batch_and_the_steps() -> None:
     base = tolerance(torch.float32, 16, 12)
     assert tolerance(torch.float64, 16, 12) / base == pytest.approx(2.0**-29)
-    assert tolerance(torch.bfloat16, 16, 12) > 1000 * base
+    assert tolerance(torch.bfloat16, 16, 12) > 100 * base
     assert tolerance(torch.float32, 64, 12) == pytest.approx(2 * base)
+
+
+def test_a_bound_is_never_so_loose_that_nothing_could_fail() -> None:
+    assert tolerance(torch.bfloat16, 4096, 1000) == 0.05
+
+
+@pytest.mark.parametrize("fault", ["a weight that is not a number", "weights that never moved"])
+def test_a_training_that_went_nowhere_proves_nothing(traces: dict[str, Any], fault: str) -> None:
+    runs = {size: [dict(trace) for trace in by_rank] for size, by_rank in traces[""].items()}
+    for trace in (each for by_rank in runs.values() for each in by_rank):
+        if fault == "weights that never moved":
+            trace["final"] = trace["initial"]
+    if fault == "a weight that is not a number":
+        runs[1][0]["final"] = {name: tensor * float("nan") for name, tensor in runs[1][0]["final"].items()}
+    with pytest.raises(NotEquivalent):
+        compare(Recorded(runs), Settings())
+
+
+def test_dropout_does_not_excuse_weights_that_move_twice_as_far(traces: dict[str, Any]) -> None:
+    runs = {size: [dict(trace) for trace in by_rank] for size, by_rank in traces["dropout"].items()}
+    for trace in runs[2]:
+        trace["final"] = {name: 2 * trace["final"][name] - trace["initial"][name] for name in trace["final"]}
+    with pytest.raises(NotEquivalent, match="more than BatchNorm or dropout explain"):
+        compare(Recorded(runs), Settings())
 
 
 def test_compare_launches_the_function_itself_and_shows_table_and_picture() -> None:

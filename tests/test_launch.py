@@ -1,15 +1,19 @@
 """The launcher's contract, held against real processes."""
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from conftest import eventually
 
 from helpers import distributed, ranks
 from helpers.launch import PayloadError, WorkerDied, WorkerError, WorkersStalled, local
@@ -198,6 +202,93 @@ def test_a_rank_that_ignores_sigterm_cannot_hold_up_the_failure() -> None:
     with pytest.raises(ValueError, match=r"\d+") as caught:
         job.distributed()
     assert time.time() - float(str(caught.value)) < 5
+
+
+def test_a_network_error_of_a_rank_itself_is_not_taken_for_the_echo_of_another_rank() -> None:
+    @distributed(gpus=2)
+    def job() -> None:
+        if os.environ["RANK"] == "0":
+            time.sleep(1)
+            raise ConnectionResetError(104, "Connection reset by peer")
+        time.sleep(60)
+
+    with pytest.raises(ConnectionResetError) as caught:
+        job.distributed()
+    assert caught.value.rank == 0  # type: ignore[attr-defined]
+
+
+def test_a_rank_whose_loop_is_shorter_is_told_beside_the_error_of_the_one_that_waits() -> None:
+    @distributed(gpus=2)
+    def job() -> None:
+        place = ranks.init()
+        if place.rank == 1:
+            time.sleep(0.5)
+            ranks.all_mean(1.0)
+
+    with pytest.raises(RuntimeError) as caught:
+        job.distributed()
+    assert caught.value.rank == 1  # type: ignore[attr-defined]
+    assert any("rank 0 had returned already" in note for note in caught.value.__notes__)
+
+
+def test_a_rank_that_somebody_terminates_is_told_by_its_number() -> None:
+    @distributed(gpus=2)
+    def job() -> None:
+        if os.environ["RANK"] == "1":
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    with pytest.raises(WorkerDied, match=r"rank 1 .*SIGTERM"):
+        job.distributed()
+
+
+def test_a_timeout_that_has_nothing_to_do_with_ranks_arrives_as_itself() -> None:
+    @distributed(gpus=2)
+    def job() -> None:
+        subprocess.run(["sleep", "9"], timeout=0.2)
+
+    with pytest.raises(subprocess.TimeoutExpired):
+        job.distributed()
+
+
+def test_a_message_that_no_encoding_can_write_arrives_all_the_same() -> None:
+    @distributed(gpus=1)
+    def job() -> None:
+        raise ValueError("bad file \udcff")
+
+    with pytest.raises(ValueError, match="bad file \udcff"):
+        job.distributed()
+
+
+def test_one_long_line_without_an_end_does_not_hold_up_the_clock() -> None:
+    """A search for carriage returns that backtracks took 7 s for 64 KiB, and held every other thread."""
+
+    @distributed(gpus=1, timeout=3)
+    def job() -> None:
+        sys.stdout.write("y" * 2**19)
+        time.sleep(600)
+
+    begin = time.monotonic()
+    with pytest.raises(WorkersStalled, match="timeout=3 s"):
+        job.distributed()
+    assert time.monotonic() - begin < 3 + 5
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
+def test_what_a_rank_has_started_ends_with_it(raises: bool, tmp_path: Any) -> None:
+    @distributed(gpus=1)
+    def job() -> int:
+        child = subprocess.Popen(["sleep", "600"])
+        (tmp_path / "pid").write_text(str(child.pid))
+        if raises:
+            raise ValueError("at once")
+        return child.pid
+
+    with pytest.raises(ValueError, match="at once") if raises else contextlib.nullcontext():
+        job.distributed()
+    pid = int((tmp_path / "pid").read_text())
+    assert eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 3)
 
 
 def test_three_launches_one_after_another_leave_nothing_behind(nothing_left: Any) -> None:

@@ -96,3 +96,9 @@ def test_a_notebook_cell_shows_a_table_and_stores_the_bundle(monkeypatch):
     assert output.data[MIME]["metrics"] == {"name": "<b>", "accuracy": 0.97}
     assert "&lt;b&gt;" in output.data["text/html"]
     assert "accuracy  0.97" in output.data["text/plain"]
+
+
+@pytest.mark.parametrize("claim", ["a >= a", "a > -inf", "a < inf", "a <= +Infinity"])
+def test_a_claim_that_no_measurement_could_refute_is_refused(claim):
+    with pytest.raises(InvalidClaim, match="whatever was measured"):
+        evaluate({"a": 1.0}, [claim])

@@ -203,6 +203,19 @@ display({"application/vnd.ddp-gallery.record+json": bundle, "text/plain": "all i
     assert (code, "accuracy >= 0.95 (0.9 against 0.95)" in output) == (3, True), output
 
 
+def test_a_later_record_does_not_take_back_a_claim_that_did_not_hold(gallery, root):
+    earlier = """
+from helpers import record
+try:
+    record({"accuracy": 0.1}, ["accuracy >= 0.95"])
+except AssertionError:
+    pass
+"""
+    add_notebook(root, earlier)
+    code, output = gallery("run", "1")
+    assert (code, "accuracy >= 0.95 (0.1 against 0.95)" in output) == (3, True), output
+
+
 def test_a_notebook_that_records_nothing_has_proven_nothing_and_ends_with_3(gallery, root):
     add_notebook(root, "x = 1", record="")
     code, output = gallery("run", "1", *KERNEL)

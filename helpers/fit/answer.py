@@ -129,7 +129,7 @@ class Fit:
         which = [self.card] if self.card else [cards.CARDS["H100"]]
         hours = self.cost.hours(which[0], self.gpus)
         line = (
-            f"At least {_number(hours)} hours on {self.gpus}x{which[0].name} for {_count(self.cost.units)} "
+            f"At least {_duration(hours)} on {self.gpus}x{which[0].name} for {_count(self.cost.units)} "
             f"{self.cost.unit} ({self.cost.formula}, {self.cost.utilisation:.0%} of {which[0].tflops:.0f} Tflop/s)"
         )
         if self.cost.price is not None:
@@ -140,7 +140,7 @@ class Fit:
 def _mark(each: Estimate, card: cards.Card) -> str:
     word = "fits" if each.fits(card) else "tight" if each.total() <= card.bytes else "no"
     largest = each.largest_micro_batch(card)
-    return f"{word}, up to {_count(largest)}" if largest else word
+    return f"{word}, up to micro-batch {_count(largest)}" if largest else word
 
 
 def _count(value: float) -> str:
@@ -150,5 +150,9 @@ def _count(value: float) -> str:
     return f"{value:g}"
 
 
-def _number(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+def _duration(hours: float) -> str:
+    for unit, seconds in (("second", 1.0), ("minute", 60.0), ("hour", 3600.0)):
+        count = hours * 3600 / seconds
+        if count < 90 or unit == "hour":
+            return f"{count:.2g} {unit}s" if count < 90 else f"{count:,.0f} {unit}s"
+    raise AssertionError(hours)

@@ -87,14 +87,14 @@ class Distributed:
         self.job = job
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name = self.func.__name__
+        name = _name(self.func)
         raise RuntimeError(
             f"{name} is decorated with @distributed, so {name}(...) alone is ambiguous: call {name}.distributed(...) "
             f"to run it on every rank, or {name}.func(...) to run it once, here."
         )
 
     def __repr__(self) -> str:
-        return f"<{self.func.__name__}, distributed over {self.job.gpus or 'all'} GPUs>"
+        return f"<{_name(self.func)}, distributed over {self.job.gpus or 'all'} GPUs>"
 
     def with_overrides(self, **changes: Any) -> "Distributed":
         """The same function with other arguments of @distributed, by either of their names."""
@@ -128,6 +128,10 @@ class Distributed:
             timeout=self.job.timeout,
             max_restarts=self.job.max_restarts,
         )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:

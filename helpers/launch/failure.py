@@ -57,13 +57,14 @@ class Ended:
     report: dict | None
     exit_code: int | None
     stopped_by_us: bool
+    order: int = 0  # torch's agent lists the rank that failed first, then those that it stopped for it
 
     @property
     def blame(self) -> tuple[int, int]:
         """Sort key: the likeliest cause of the job's failure first, and among equals the earliest."""
         moment = self.report["time_ns"] if self.report else 0
         if self.report and self.report["kind"] != "result":
-            return (4 if CONSEQUENCES.search(self.report["text"]) else 1), moment
+            return (4 if self.is_consequence else 1), moment
         if self.stopped_by_us:
             return 5, moment
         code = self.exit_code or 0
@@ -73,7 +74,14 @@ class Ended:
         if -code in CRASHES:
             return 0, moment
         # an abort may follow another rank's end; SIGTERM is how the agent stops the rest
-        return (3 if -code == signal.SIGTERM else 2), moment
+        return (5 if -code == signal.SIGTERM and self.order else 3 if -code == signal.SIGTERM else 2), moment
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether this rank's exception only tells that another rank has gone."""
+        report = self.report or {}
+        by_torch = report.get("type") == "RuntimeError" or report.get("type", "").startswith("torch.distributed.")
+        return bool(by_torch and CONSEQUENCES.search(report["message"]))
 
 
 def read_report(path: Path) -> dict | None:
@@ -88,7 +96,11 @@ def to_exception(ended: list[Ended], host: str, log_folder: Path, oom_kills: int
     """The exception that tells a failed job's cause, from how each of its ranks ended."""
     first = min(ended, key=lambda each: each.blame)
     if first.report and first.report["kind"] == "exception":
-        return _remote_exception(first, host)
+        error = _remote_exception(first, host)
+        returned = [str(each.rank) for each in ended if each.report and each.report["kind"] == "result"]
+        if first.is_consequence and returned:
+            error.add_note(f"rank {', '.join(returned)} had returned already: its loop was shorter than the others'.")
+        return error
     log = log_folder / f"rank{first.rank}.log"
     tail = f"\nIts last lines ({log}):\n{last_lines(log)}"
     if first.report and first.report["kind"] == "exit":
@@ -102,7 +114,7 @@ def to_exception(ended: list[Ended], host: str, log_folder: Path, oom_kills: int
     if first.exit_code is not None and first.exit_code < 0:
         number = -first.exit_code
         return WorkerDied(
-            f"rank {first.rank} on {host} was ended by {signal.Signals(number).name}. {_hint(number, oom_kills)}{tail}",
+            f"rank {first.rank} on {host} was ended by {_signal_name(number)}. {_hint(number, oom_kills)}{tail}",
             first.rank,
             signal=number,
         )
@@ -153,6 +165,13 @@ def _remote_exception(ended: Ended, host: str) -> BaseException:
         with contextlib.suppress(AttributeError):  # a class with __slots__, or that uses the name itself
             setattr(error, name, value)
     return error
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has a number only
+        return f"signal {number}"
 
 
 def _hint(number: int, oom_kills: int) -> str:

@@ -30,6 +30,7 @@ from .watch import Watch
 from .worker import __file__ as WORKER_FILE
 
 SHUTDOWN_SECONDS = 3
+_ONE_AT_A_TIME = threading.Lock()
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -71,7 +72,7 @@ def run(
     happens, no process, port or private file of the job is left when this returns.
     """
     content, cells = payload.dump(function, bound)
-    name = function.__name__
+    name = getattr(function, "__name__", type(function).__name__)
     logs = _log_folder(name)
     private = Path(tempfile.mkdtemp(prefix="ddp-gallery-"))  # mode 0700: what is unpickled comes from here alone
     try:
@@ -86,18 +87,27 @@ def run(
         _private_file(private / "job.json", json.dumps(job).encode())
         watch = Watch(private, logs, processes, timeout, max_restarts)
         oom_kills = _oom_kills()
-        failures = _launch(private, logs, processes, max_restarts, watch)
+        try:
+            with _ONE_AT_A_TIME:  # the agent reads its settings from this process's environment
+                failures = _launch(private, logs, processes, max_restarts, watch)
+        except SignalException as error:  # all ranks are stopped; now this process gets what it was sent
+            shutil.rmtree(private, ignore_errors=True)
+            os.kill(os.getpid(), error.sigval)
+            raise
         if watch.stalled is not None:
             raise watch.stalled
         reports = watch.reports()
         for rank, report in enumerate(reports):
             if report and report["text"]:  # into the log only: the cell gets it with the exception
-                with (logs / f"rank{rank}.log").open("a") as log:
+                path = logs / f"rank{rank}.log"
+                with contextlib.suppress(OSError), path.open("a", encoding="utf-8", errors="backslashreplace") as log:
                     log.write(report["text"])
         if failures is None and all(report and report["kind"] == "result" for report in reports):
             return [_value(rank, report) for rank, report in enumerate(reports)]
+        codes = failures or {}
+        order = {rank: position for position, rank in enumerate(codes)}
         ended = [
-            Ended(rank, report, (failures or {}).get(rank), rank in watch.stopped)
+            Ended(rank, report, codes.get(rank), rank in watch.stopped, order.get(rank, 0))
             for rank, report in enumerate(reports)
         ]
         raise to_exception(ended, socket.gethostname(), logs, _oom_kills() - oom_kills)

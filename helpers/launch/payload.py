@@ -103,7 +103,7 @@ def _named_values(function: Callable[..., Any], bound: inspect.BoundArguments) -
     for name, value in bound.arguments.items():
         yield f"argument {name!r}", value
     seen: set[int] = set()
-    waiting: list[Any] = [function]
+    waiting: list[Any] = [function] if inspect.isfunction(function) else []
     while waiting:
         current = waiting.pop()
         if id(current) in seen:

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from .failure import WorkersStalled, last_lines, read_report, stalled
@@ -56,16 +55,18 @@ class Watch:
         self._done.set()
         self._thread.join()
         self._kill(self._alive())
+        for report in self._private.glob("rank*.alive"):  # what a rank has started and left running goes with it
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg((read_report(report) or {})["pid"], signal.SIGKILL)
         self._output.finish()
 
     def _watch(self) -> None:
         while not self._done.wait(POLL_SECONDS):
-            self._output.show()
-            self._notice_restart()
-            if self.stalled is None:
-                self._check_clock()
-                self._check_collectives()
-            self._end_leftovers()
+            looks = (self._check_clock, self._check_collectives, self._end_leftovers, self._notice_restart)
+            for look in (*looks, self._output.show):
+                # a full disk or a closed terminal must not end the watch over the job
+                with contextlib.suppress(Exception):
+                    look()
 
     def _notice_restart(self) -> None:
         following = self._attempt + 1
@@ -75,11 +76,11 @@ class Watch:
             print(f"distributed: a rank failed; all ranks start again (restart {following} of {self._max_restarts}).")
 
     def _check_clock(self) -> None:
-        if self._deadline is not None and time.monotonic() > self._deadline:
+        if self.stalled is None and self._deadline is not None and time.monotonic() > self._deadline:
             self._stall(f"the job did not end within timeout={self._timeout:g} s.")
 
     def _check_collectives(self) -> None:
-        for rank in range(self._world_size):
+        for rank in range(self._world_size if self.stalled is None else 0):
             if (report := read_report(self._file(rank, "stalled"))) is not None:
                 reason = f"a collective on rank {rank} waited in vain ({report['message'].splitlines()[0][:200]})."
                 self._stall(reason, {rank: report["text"]})
@@ -88,6 +89,15 @@ class Watch:
     def _stall(self, reason: str, known: dict[int, str] | None = None) -> None:
         """Ask every rank for its stacks, then end them all. known: stacks of ranks that have told already."""
         stacks, waiting = dict(known or {}), dict.fromkeys(known or {}, True)
+        try:
+            self._collect(stacks, waiting)
+        finally:
+            self.stalled = stalled(reason, stacks, waiting, self._logs)
+            (self._private / "cancelled").touch()
+            self._kill(self._alive())
+
+    def _collect(self, stacks: dict[int, str], waiting: dict[int, bool]) -> None:
+        """Add the stacks of the ranks that have not told yet, and whether each waits in a collective."""
         alive = self._alive()
         threads = {rank: self._read(rank)["thread"] for rank in alive}
         for pid in alive.values():
@@ -99,7 +109,8 @@ class Watch:
             while rank in alive and not _complete(path) and time.monotonic() < limit:
                 time.sleep(POLL_SECONDS)
             text = path.read_text(errors="replace") if path.exists() else ""
-            (self._logs / f"rank{rank}.stacks.txt").write_text(text)
+            with contextlib.suppress(OSError):
+                (self._logs / f"rank{rank}.stacks.txt").write_text(text)
             if rank in stacks:
                 continue
             if rank not in alive:
@@ -108,13 +119,12 @@ class Watch:
             else:
                 stacks[rank] = main_thread(text, threads[rank]) or last_lines(self._logs / f"rank{rank}.log")
             waiting[rank] = bool(WAITING.search(stacks[rank]))
-        self.stalled = stalled(reason, stacks, waiting, self._logs)
-        (self._private / "cancelled").touch()
-        self._kill(self._alive())
 
     def _end_leftovers(self) -> None:
         """A rank that ignores the agent's SIGTERM, or hangs in a collective whose peer has gone, is killed."""
         alive = self._alive()
+        if self.stalled is not None:  # also a rank that has only just started
+            self._kill(alive)
         gone = set(self._started()) - set(alive)
         unfinished = [rank for rank in gone if (read_report(self._file(rank, "report")) or {}).get("kind") != "result"]
         if not unfinished or not alive:
@@ -152,26 +162,28 @@ class Watch:
 class _Follower:
     """Copies a growing log into the cell: soon, within bounds, and with progress bars kept on one line."""
 
-    def __init__(self, log: Path, write: Callable[[str], object] | None = None) -> None:
+    def __init__(self, log: Path) -> None:
         self._log = log
         self._position = 0
         self._shown = 0
-        self._write = write or sys.stdout.write
 
     def show(self) -> None:
         """Show what has come since the last call; past SHOWN_BYTES only the file gets it."""
         while self._shown < SHOWN_BYTES and (chunk := self._read()):
-            text = re.sub(r"[^\n]*\r(?=[^\r\n])", "\r", chunk.decode(errors="replace"))  # of a bar, the newest state
             self._shown += len(chunk)
-            self._write(text)
+            self._emit("\n".join(map(_newest_state, chunk.decode(errors="replace").split("\n"))))
             if self._shown >= SHOWN_BYTES:
-                self._write(f"\ndistributed: more output than fits a cell; all of it is in {self._log}\n")
-        sys.stdout.flush()
+                self._emit(f"\ndistributed: more output than fits a cell; all of it is in {self._log}\n")
 
     def finish(self) -> None:
         self.show()
         if self._shown >= SHOWN_BYTES:
-            self._write(f"distributed: the last lines of rank 0:\n{last_lines(self._log)}\n")
+            self._emit(f"distributed: the last lines of rank 0:\n{last_lines(self._log)}\n")
+
+    def _emit(self, text: str) -> None:
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        with contextlib.suppress(OSError, ValueError):  # a closed terminal loses output, and nothing else
+            sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
             sys.stdout.flush()
 
     def _read(self) -> bytes:
@@ -185,6 +197,11 @@ class _Follower:
                 chunk = chunk[:-1]
         self._position += len(chunk)
         return chunk
+
+
+def _newest_state(line: str) -> str:
+    """Of a progress bar that was drawn several times, the last drawing."""
+    return line[max(0, line.rstrip("\r").rfind("\r")) :]
 
 
 def main_thread(stacks: str, ident: int) -> str:

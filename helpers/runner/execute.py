@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
@@ -53,7 +54,7 @@ def plan(recipe: Recipe, profile: str | None, values: Mapping[str, Any], limit: 
     chosen = checked.setdefault("profile", known["profile"].default)
     if chosen not in recipe.profiles:
         raise unknown(f"profile of {recipe.name}", str(chosen), recipe.profiles)
-    if limit is not None and limit <= 0:
+    if limit is not None and not 0 < limit < math.inf:
         raise BadInput(f"--timeout {limit} is not a time limit: give minutes, more than 0.")
     minutes = max(15.0, 10 * recipe.profiles[chosen].minutes) if limit is None else limit
     return {"profile": chosen, "values": checked, "minutes": minutes}

@@ -60,13 +60,10 @@ class Outcome:
         return f"{first.claim.split()[0]} {first.value:.4g}"
 
 
-def read_record(notebook: nbformat.NotebookNode) -> Mapping[str, Any] | None:
-    """The last record bundle in the outputs of a notebook."""
-    found = None
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            found = output.get("data", {}).get(MIME, found)
-    return found
+def read_records(notebook: nbformat.NotebookNode) -> list[Mapping[str, Any]]:
+    """Every record bundle in the outputs of a notebook: a later one does not take back an earlier one's claims."""
+    outputs = (output for cell in notebook.cells for output in cell.get("outputs", []))
+    return [data[MIME] for output in outputs if MIME in (data := output.get("data", {}))]
 
 
 def judge(notebook: nbformat.NotebookNode, error: CellError | None) -> Judgement:
@@ -75,14 +72,18 @@ def judge(notebook: nbformat.NotebookNode, error: CellError | None) -> Judgement
     A cell that raised is a failure, unless the record shows a claim that does not hold: then that is the
     reason. A notebook that ran to its end without a record has proven nothing: a failed claim.
     """
-    record = read_record(notebook)
-    if record is None:
+    records = read_records(notebook)
+    if not records:
         if error:
             return Judgement(FAILED, NOTEBOOK_FAILED, f"{error.name}: {error.message}")
         return Judgement(CLAIM, CLAIM_FAILED, "the notebook recorded nothing: its last cell must call record(...)")
     try:
-        metrics = record["metrics"]
-        verdicts = evaluate(metrics, [claim["claim"] for claim in record["claims"]])
+        verdicts = [
+            verdict
+            for record in records
+            for verdict in evaluate(record["metrics"], [claim["claim"] for claim in record["claims"]])
+        ]
+        metrics = records[-1]["metrics"]
     except (InvalidClaim, KeyError, TypeError) as fault:
         return Judgement(CLAIM, CLAIM_FAILED, f"the record cannot be judged: {fault}")
     failed = [str(verdict) for verdict in verdicts if not verdict.holds]
