@@ -212,7 +212,7 @@ except AssertionError:
     pass
 """
     add_notebook(root, earlier)
-    code, output = gallery("run", "1")
+    code, output = gallery("run", "1", *KERNEL)
     assert (code, "accuracy >= 0.95 (0.1 against 0.95)" in output) == (3, True), output
 
 
