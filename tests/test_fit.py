@@ -273,7 +273,7 @@ GPT_OSS = {
     "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
 OLMO = {
-    "model_type": "olmo3", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8,
+    "model_type": "olmo3", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6,
     "num_attention_heads": 4, "sliding_window": 64, "max_position_embeddings": 512, "pad_token_id": 0,
 }  # fmt: skip
 SMALL = LLAMA | {"num_hidden_layers": 2}
@@ -493,7 +493,7 @@ def test_the_command_prints_the_answer_and_its_exit_code_says_whether_it_fits(
 ) -> None:
     path = shape(SMALL)
     picture = tmp_path / "fit.png"
-    asked = f"--model {path} --lora 8 --sequence 128 --global-batch 32 --gpus 8xH100 --price 2"
+    asked = f"--model {path} --sequence 128 --global-batch 32 --gpus 8xH100 --price 2"
     assert main([*asked.split(), "--plot", str(picture)]) == 0
     text = capsys.readouterr().out
     assert "micro 1 x accumulation 4 x world 8 = global 32" in text
