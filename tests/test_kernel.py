@@ -37,7 +37,7 @@ def test_a_wrong_kernel_names_what_is_missing_and_the_command_that_mends_it(lock
     message = str(caught.value)
     assert "no-such-package 1.5 is missing" in message
     assert "`make lab NAME=demo`" in message
-    assert "kernel 'demo'" in message
+    assert "its kernel is 'demo'" in message
     assert PYTEST not in message  # what is there is not listed
 
 

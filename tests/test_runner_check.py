@@ -166,7 +166,7 @@ FAULTS = {
     "too much code": (put(9, "x = 1\n" * 301), "lines of code: at most 300 [length]"),
     "a profile that the settings do not offer": (
         tell("profiles", {n: {"hardware": "h", "minutes": 1, "ran": False} for n in ("smoke", "laptop")}),
-        "cell 6: profiles differ from the metadata's: only here -, only there laptop [profiles]",
+        "cell 7: profiles differ from the metadata's: only here -, only there laptop [profiles]",
     ),
     "no record at the end": (put(17, "train(settings)"), "cell 17: the last code cell must call record(...) [record]"),
 }
