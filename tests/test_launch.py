@@ -458,3 +458,25 @@ def test_a_model_handed_back_without_a_process_group_fails() -> None:
 
     with pytest.raises(RuntimeError, match=r"never joined a process group.*trained alone"):
         job.distributed()
+
+
+def test_a_rank_ends_as_an_interpreter_does(tmp_path: Any) -> None:
+    """Ranks skip the destruction of modules at exit; threads and exit handlers of theirs must not be skipped with it."""
+
+    @distributed(gpus=2)
+    def job(folder: Any) -> None:
+        import atexit
+        import threading
+        import time
+
+        def late() -> None:
+            time.sleep(1)
+            (folder / f"thread{place.rank}").touch()
+
+        place = ranks.init()
+        atexit.register((folder / f"handler{place.rank}").touch)
+        threading.Thread(target=late).start()
+
+    job.distributed(tmp_path)
+    expected = {f"{kind}{rank}" for kind in ("thread", "handler") for rank in (0, 1)}
+    assert {path.name for path in tmp_path.iterdir()} >= expected

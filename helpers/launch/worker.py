@@ -4,6 +4,7 @@ Started by path, as `python worker.py <private folder>`, with RANK, WORLD_SIZE a
 imports the standard library only until the log file is in place, so that everything a rank prints is in its log.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -49,6 +50,20 @@ def main(private: Path) -> None:
     _write(private / f"rank{rank}.{attempt}.report", report)
     if report["kind"] != "result":
         os._exit(1)  # at once: destructors of a broken process group can hang, and the others are waiting
+    _leave()
+
+
+def _leave() -> None:
+    """End this process as the interpreter would, but for the destruction of modules.
+
+    That last step takes over a second once torch._dynamo is loaded (building a DistributedDataParallel loads it),
+    and now and then a thread of gloo or autograd that outlives its owner makes it abort: "terminate called without an
+    active exception", after a run in which nothing was wrong.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons, ends thread pools
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(0)
 
 
 def _run(private: Path, rank: int, attempt: str) -> dict[str, Any]:

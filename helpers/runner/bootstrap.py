@@ -79,7 +79,7 @@ def build():
         pinned_uv = next(line.split(";")[0].strip() for line in file if line.startswith("uv=="))
     pip = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     step(pinned_uv, [*pip, pinned_uv])
-    uv = [os.path.join(VENV, "bin", "uv"), "pip", "install", "--python", PYTHON]
+    uv = [os.path.join(VENV, "bin", "uv"), "pip", "install", "--compile-bytecode", "--python", PYTHON]
     step("packages of notebooks/locks/runner.txt", [*uv, "-r", LOCK], uv_environment())
     step("this project", [*uv, "--quiet", "--no-deps", "--editable", ROOT], uv_environment())
     with open(STAMP, "w") as stamp:

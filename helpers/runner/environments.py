@@ -101,7 +101,9 @@ def _build(base: Path, name: str, lock: Path, say: Say) -> None:
     interpreter = wanted.python or str(getattr(sys, "_base_executable", sys.executable))
     steps: dict[str, list[str]] = {
         "create": [locks.uv(), "venv", "--quiet", "--python", interpreter, str(home)],
-        "install packages": [*install, *wanted.install_options, "-r", str(lock)],
+        # Compiled once, here: every rank of every job imports torch, and where no bytecode may be written later
+        # (PYTHONDONTWRITEBYTECODE, a read-only folder) each would compile it anew, at twice the seconds.
+        "install packages": [*install, "--compile-bytecode", *wanted.install_options, "-r", str(lock)],
         "install this project": [*install, "--quiet", "--no-deps", "--editable", str(base)],
     }
     for step, command in steps.items():
