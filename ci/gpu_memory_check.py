@@ -72,7 +72,7 @@ def cases() -> list[Case]:
 
 
 def measure(case: Case) -> int:
-    """Peak bytes of the second and third step on the GPU (the first loads kernels and makes the optimiser's state)."""
+    """Peak bytes of the second and third step on the GPU (the first loads kernels and makes the optimizer's state)."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     with torch.device("cuda"):

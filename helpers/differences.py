@@ -81,7 +81,7 @@ def where_they_part(size: int, many: dict[str, Any], one: dict[str, Any], bound:
     moved = movement(many) / movement(one)
     return (
         f"{size} ranks: the first step agrees and later ones part (weights moved {moved:.3g} times as far): the "
-        "learning rate, the schedule or the optimiser differs with the world size"
+        "learning rate, the schedule or the optimizer differs with the world size"
     )
 
 

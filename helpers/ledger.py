@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-SHARDABLE = ("weights", "adapters", "gradients", "optimiser")  # what a strategy can divide among ranks
+SHARDABLE = ("weights", "adapters", "gradients", "optimizer")  # what a strategy can divide among ranks
 CATEGORIES = (*SHARDABLE, "activations", "temporary", "communication")
 BLOCK = 512  # bytes: CUDA's caching allocator hands out multiples of this
 
@@ -69,7 +69,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
-            return 1.0  # .item() of a loss for a log, or of an optimiser's step count: any number will do
+            return 1.0  # .item() of a loss for a log, or of an optimizer's step count: any number will do
         result = func(*args, **(kwargs or {}))
         for storage in _storages_in(result):
             self._count(storage, self._category_of_new())
@@ -103,7 +103,7 @@ class Ledger(TorchDispatchMode):
             self._note_if_highest()
 
     def _move(self, entry: list[Any], category: str) -> None:
-        # What turns out to be a gradient or optimiser state was already that at a record it was alive at.
+        # What turns out to be a gradient or optimizer state was already that at a record it was alive at.
         was, size, birth, _ = entry
         records = [snapshot for _, time, snapshot in self.records.values() if time >= birth]
         for account in (self.live, *records):

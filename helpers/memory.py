@@ -1,7 +1,7 @@
 """Will it fit? Trace the peak memory of a full-size training step: no GPU, no weights, no download.
 
 The model is built on the meta device, materialised as fake tensors (shape and dtype, no bytes) and trained
-for real optimiser steps, while a ledger counts every storage that comes and goes as a caching allocator would.
+for real optimizer steps, while a ledger counts every storage that comes and goes as a caching allocator would.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Peak:
       weights        parameters and buffers, trained or frozen
       adapters       parameters of LoRA and the like
       gradients      what param.grad holds
-      optimiser      the optimiser's state
+      optimizer      the optimizer's state
       activations    allocated by the forward pass (or by its recomputation), and the batch
-      temporary      all else that is alive just then: gradients of activations, work space of the optimiser
+      temporary      all else that is alive just then: gradients of activations, work space of the optimizer
       communication  what FSDP2 gathers and reduces: whole weights of the block at work, whole gradients on the way
     phase: "forward", "backward" or "step", in which that moment lies.
     moments: "phase/section/kind" -> bytes by category, for the peak of that phase in that section of the model (kind
@@ -99,12 +99,12 @@ def trace_each(
     blocks: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
     fake: bool = True,
 ) -> list[Peak]:
-    """Train one rank for one optimiser step at each micro-batch size, state already there; a Peak for each size.
+    """Train one rank for one optimizer step at each micro-batch size, state already there; a Peak for each size.
 
     build_model: makes the model; called under torch.device("meta"), so it may be of any size.
     make_batch: make_batch(micro_batch) gives one micro-batch of real tensors, in any nesting.
     loss_fn: loss_fn(model, batch) gives the scalar loss.
-    optimizer: optimizer(trainable_parameters) gives a torch optimiser. One that leaves `foreach` open gets
+    optimizer: optimizer(trainable_parameters) gives a torch optimizer. One that leaves `foreach` open gets
       foreach=True, which is what torch picks on a GPU and what needs memory for it.
     autocast: run forward and loss under autocast to this dtype (weights stay as build_model made them).
     accumulation: micro-batches per step; beyond two the peak no longer changes, so at most two are run.
@@ -130,7 +130,7 @@ def trace_each(
         ledger = stack.enter_context(Ledger(model))
         for place, block in _placed(blocks(model) if blocks else ()):
             _announce(block, place, ledger)
-        for parameter in trained:  # a step on empty gradients makes the optimiser's state, as any first step does
+        for parameter in trained:  # a step on empty gradients makes the optimizer's state, as any first step does
             parameter.grad = torch.zeros_like(parameter)
         _optimizer_step(ledger, stepped, keep_gradients)
         peaks = []
@@ -149,7 +149,7 @@ def trace_each(
 
 def _optimizer_step(ledger: Ledger, optimizer: torch.optim.Optimizer, keep_gradients: bool) -> None:
     optimizer.step()
-    ledger.claim(tree_leaves([dict(state) for state in optimizer.state.values()]), "optimiser")
+    ledger.claim(tree_leaves([dict(state) for state in optimizer.state.values()]), "optimizer")
     optimizer.zero_grad(set_to_none=not keep_gradients)
 
 
@@ -215,7 +215,7 @@ def _materialise(build_model: Callable[[], nn.Module], mode: fake_tensor.FakeTen
                     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
                     is_parameter = isinstance(tensor, nn.Parameter)
                     made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                    made[id(tensor)].__dict__.update(tensor.__dict__)  # marks that an optimiser looks for
+                    made[id(tensor)].__dict__.update(tensor.__dict__)  # marks that an optimizer looks for
                 store[name] = made[id(tensor)]
     return model
 

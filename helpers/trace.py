@@ -36,7 +36,7 @@ class Trace:
         self.initial = self._weights()
 
     def step(self, loss: float, gradient_norm: float, samples: Iterable[int] = (), epoch: int = 0) -> None:
-        """Note one optimiser step.
+        """Note one optimizer step.
 
         loss: the mean over the global batch, so the same on every rank; gradient_norm: of the whole model, before
         clipping; samples: the identities of this rank's samples in this step, over all its micro-batches.

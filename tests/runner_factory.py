@@ -36,7 +36,7 @@ module-name = "demo"
 
 PARAMETERS = """
 profile: str = "smoke"  # smoke or big
-learning_rate: float = 0.1  # of the optimiser
+learning_rate: float = 0.1  # of the optimizer
 steps: int | None = None  # None: the profile's own
 """
 

@@ -82,14 +82,14 @@ def test_zero_divides_by_the_world_size_what_its_stage_says(found: dict[str, str
     assert three["weights"] == pytest.approx(4 * COUNT / 8, rel=0.02)
     for parts in (two, three):
         assert parts["gradients"] == pytest.approx(4 * COUNT / 8, rel=0.02)
-        assert parts["optimiser"] == pytest.approx(8 * COUNT / 8, rel=0.02)
+        assert parts["optimizer"] == pytest.approx(8 * COUNT / 8, rel=0.02)
 
 
 def test_below_fp32_deepspeed_keeps_a_master_copy_and_fp32_state() -> None:
     """Twelve bytes a parameter, divided among the ranks, whatever the dtype of the weights."""
     parts = strategies.estimate(job(precision="bf16"), "zero3").points[256]["step//peak"]
     assert parts["weights"] == pytest.approx(2 * COUNT / 8, rel=0.02)
-    assert parts["optimiser"] == pytest.approx(12 * COUNT / 8, rel=0.02)
+    assert parts["optimizer"] == pytest.approx(12 * COUNT / 8, rel=0.02)
 
 
 @pytest.mark.parametrize("gpus", [2, 8, 13])
@@ -97,7 +97,7 @@ def test_fsdp2_shards_at_any_world_size(gpus: int) -> None:
     parts = strategies.estimate(job(gpus=gpus), "fsdp2").points[256]["step//peak"]
     assert parts["weights"] == pytest.approx(4 * COUNT / gpus, rel=0.03)
     assert parts["gradients"] == pytest.approx(4 * COUNT / gpus, rel=0.03)
-    assert parts["optimiser"] == pytest.approx(8 * COUNT / gpus, rel=0.03)
+    assert parts["optimizer"] == pytest.approx(8 * COUNT / gpus, rel=0.03)
 
 
 def test_fsdp2_gathers_a_few_blocks_not_the_model(found: dict[str, strategies.Estimate]) -> None:
@@ -361,7 +361,7 @@ def test_lora_trains_adapters_alone_and_qlora_packs_the_base(transformers: Any, 
         for options in ({}, {"lora": 8}, {"lora": 8, "four_bit": True})
     )
     assert full["adapters"] == 0
-    assert lora["optimiser"] == pytest.approx(2 * lora["adapters"], rel=0.2)
+    assert lora["optimizer"] == pytest.approx(2 * lora["adapters"], rel=0.2)
     assert lora["weights"] == pytest.approx(full["weights"], rel=0.01)
     layers = plan(path).facts.packable
     assert full["weights"] - qlora["weights"] == pytest.approx(layers * (2 - 0.5 - 1 / 64), rel=0.05)
@@ -378,7 +378,7 @@ def test_eight_bit_state_is_a_quarter_of_the_states_of_adamw_in_fp32_but_for_emb
         for o in ("adamw", "adamw8bit")
     )
     table = 8 * LLAMA["vocab_size"] * LLAMA["hidden_size"]
-    assert narrow["optimiser"] - table == pytest.approx((wide["optimiser"] - table) / 4, rel=0.05)
+    assert narrow["optimizer"] - table == pytest.approx((wide["optimizer"] - table) / 4, rel=0.05)
 
 
 def test_packing_makes_no_padding_mask(transformers: Any, shape: Any) -> None:

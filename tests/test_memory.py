@@ -184,7 +184,7 @@ def test_a_peak_is_made_of_what_the_model_and_the_optimizer_hold() -> None:
     assert peak.parameters == peak.trainable == count
     assert step["weights"] == pytest.approx(4 * count, rel=0.01)
     assert step["gradients"] == pytest.approx(4 * count, rel=0.01)
-    assert step["optimiser"] == pytest.approx(8 * count, rel=0.02)
+    assert step["optimizer"] == pytest.approx(8 * count, rel=0.02)
 
 
 def test_an_optimizer_that_leaves_foreach_open_gets_the_work_space_it_has_on_a_gpu() -> None:
@@ -238,7 +238,7 @@ def test_a_tied_weight_is_counted_once() -> None:
 def test_a_frozen_parameter_has_neither_gradient_nor_state() -> None:
     peak = memory.trace(frozen_but_last, batch, loss, 16, optimizer=adamw)
     assert peak.trainable == 256 * 10 + 10
-    assert peak.moments["step//peak"]["optimiser"] < 0.01 * peak.bytes["weights"]
+    assert peak.moments["step//peak"]["optimizer"] < 0.01 * peak.bytes["weights"]
 
 
 def test_reading_a_loss_for_the_log_does_not_stop_the_trace() -> None:

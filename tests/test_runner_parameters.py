@@ -17,7 +17,7 @@ from helpers.runner.parameters import (
 
 CELL = """
 profile: str = "smoke"  # which settings
-learning_rate: float = 1e-3  # of the optimiser
+learning_rate: float = 1e-3  # of the optimizer
 steps: int | None = None  # None: the profile's own
 mixed: bool = False  # bf16 where it can be
 layers: list[int] = [64, 64]  # widths
@@ -35,7 +35,7 @@ def test_names_types_defaults_and_comments_are_read():
     assert list(found) == ["profile", "learning_rate", "steps", "mixed", "layers", "name"]
     assert found["steps"].types == ("int", "None")
     assert found["layers"].default == [64, 64]
-    assert found["learning_rate"].comment == "of the optimiser"
+    assert found["learning_rate"].comment == "of the optimizer"
     assert found["name"].comment == "A comment above a line is its comment too."
 
 

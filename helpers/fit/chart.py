@@ -20,7 +20,7 @@ STYLE = {
     "weights": ("#0b3c5d", ""),
     "adapters": ("#d9822b", "...."),
     "gradients": ("#3b8ea5", "////"),
-    "optimiser": ("#a8d0db", ""),
+    "optimizer": ("#a8d0db", ""),
     "activations": ("#f2c57c", "\\\\\\\\"),
     "temporary": ("#fbe8c8", ""),
     "communication": ("#b04a5a", "xxxx"),

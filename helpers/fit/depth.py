@@ -1,7 +1,7 @@
 """Trace a model of many alike blocks at two small depths and extend each moment of the step to the full depth.
 
 At a given place (before, in the first block, in the last, in the head) of a given phase, the live bytes are linear
-in the number of blocks: each block adds its weights, gradients, optimiser state and saved activations. In the blocks
+in the number of blocks: each block adds its weights, gradients, optimizer state and saved activations. In the blocks
 between, they lie between those of the first and the last. So two depths determine the peak at any depth exactly, in
 a fraction of the time; tests compare it with a trace of all blocks.
 """

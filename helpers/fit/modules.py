@@ -1,4 +1,4 @@
-"""Will this module fit? Any torch nn.Module with its batch, loss and optimiser; torch is all it needs."""
+"""Will this module fit? Any torch nn.Module with its batch, loss and optimizer; torch is all it needs."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 _WEIGHT_BLOCK, _SCALE_BLOCK = 64, 256  # NF4: weights per absmax; absmax values per second absmax
-_STATE_BLOCK, _SMALL = 256, 4096  # 8-bit optimisers: elements per absmax; smaller tensors keep 32-bit state
+_STATE_BLOCK, _SMALL = 256, 4096  # 8-bit optimizers: elements per absmax; smaller tensors keep 32-bit state
 
 
 class Linear4bit(nn.Linear):

@@ -1,4 +1,4 @@
-"""One way of fine-tuning a language model: checks that it is possible, and builds it, its batch and its optimiser."""
+"""One way of fine-tuning a language model: checks that it is possible, and builds it, its batch and its optimizer."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 DDP and FSDP2 are traced; FSDP2 as fully_shard under torch's fake process group, at the true world size. ZeRO cannot
 be traced (DeepSpeed allocates outside of torch's operators), so the traced categories are divided by formula:
-  stage 2 divides gradients and optimiser state by the world size, stage 3 the weights too (Rajbhandari et al.,
+  stage 2 divides gradients and optimizer state by the world size, stage 3 the weights too (Rajbhandari et al.,
   "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5);
   below fp32, DeepSpeed keeps an fp32 master copy of trained weights with fp32 state, divided likewise (same paper,
   section 3), and at the step an fp32 copy of this rank's share of the gradients;
@@ -34,13 +34,13 @@ class Job:
     """One training job, as every strategy sees it: how to build its parts, whatever the strategy.
 
     build: build(dtype) gives the model with trained weights in that dtype.
-    precision: "fp32" or "bf16" for everything, or "mixed": fp32 weights and optimiser state, bf16 arithmetic.
+    precision: "fp32" or "bf16" for everything, or "mixed": fp32 weights and optimizer state, bf16 arithmetic.
     blocks: the submodules that FSDP2 gathers one at a time.
     bucket_view: DDP's gradient_as_bucket_view: gradients live in the buckets instead of beside them.
     depth: how many alike blocks the model has; build(dtype, depth=n) then makes one with n of them, and two shallow
       models are traced instead of the whole one (helpers.fit.depth): with `shallow` blocks and with one more.
     fsdp2_fault: why the job cannot run under FSDP2, "" if it can.
-    state_follows: the optimiser's state has the dtype of the weights (AdamW), not one of its own (8-bit AdamW).
+    state_follows: the optimizer's state has the dtype of the weights (AdamW), not one of its own (8-bit AdamW).
     """
 
     build: Callable[..., nn.Module]
@@ -162,7 +162,7 @@ def _ddp(job: Job, peak: memory.Peak, name: str) -> dict[str, dict[str, int]]:
 
 def _zero(job: Job, peak: memory.Peak, name: str) -> dict[str, dict[str, int]]:
     low, width = job.precision != "fp32", 4 if job.precision == "fp32" else 2
-    divided = ("gradients", "optimiser") + (("weights", "adapters") if name == "zero3" else ())
+    divided = ("gradients", "optimizer") + (("weights", "adapters") if name == "zero3" else ())
     if name == "zero3":
         buffers = min(_BUCKET, peak.trainable) + min(_LIVE + _PREFETCH, peak.parameters)
     else:
@@ -171,7 +171,7 @@ def _zero(job: Job, peak: memory.Peak, name: str) -> dict[str, dict[str, int]]:
     for moment, traced in peak.moments.items():
         parts = dict(traced)
         if low:
-            parts["optimiser"] = parts["optimiser"] * (2 if job.state_follows else 1) + 4 * peak.trainable
+            parts["optimizer"] = parts["optimizer"] * (2 if job.state_follows else 1) + 4 * peak.trainable
             if moment.startswith("step"):
                 parts["temporary"] += 4 * peak.trainable // job.gpus
         for category in divided:
