@@ -11,10 +11,11 @@ import threading
 import time
 
 import pytest
+from rich.console import Console
 from runner_factory import REPOSITORY, add_notebook, environment, make_gallery
 
-from helpers.runner import cli, environments, locks, registry
-from helpers.runner.errors import BadInput, BuildFailed
+from helpers.runner import batch, cli, environments, locks, registry
+from helpers.runner.errors import NOTEBOOK_FAILED, BadInput, BuildFailed
 
 
 @pytest.fixture
@@ -147,6 +148,18 @@ def test_a_package_that_cannot_be_installed_ends_with_uvs_words_and_no_environme
     with pytest.raises(BuildFailed, match=r"(?s)demo: install packages failed \(exit code 1\):.*iniconfig"):
         environments.make(locked, "demo", lambda _: None)
     assert not environments.is_ready(locked, "demo")
+
+
+def test_an_environment_that_cannot_be_made_costs_its_own_recipes_only(locked, capsys):
+    """`gallery run all` once ended at the first such environment, without the table of what had run before."""
+    lock = locks.lock_path(locked, "demo")
+    lock.write_text(lock.read_text().replace("iniconfig==2.1.0", "iniconfig==999"))
+    for name in ("01_first", "02_second"):
+        add_notebook(locked, name=name)
+    code = batch.run(locked, batch.Request(["all"]), Console(width=200), print)
+    rows = [line for line in capsys.readouterr().out.splitlines() if "no environment" in line]
+    assert code == NOTEBOOK_FAILED
+    assert [row.split()[0] for row in rows] == ["01_first", "02_second"]
 
 
 def test_a_stale_lock_stops_a_run_before_anything_is_built(locked, monkeypatch, capfd):

@@ -72,6 +72,8 @@ def test_exactly_one_cell_is_tagged_parameters(count):
     [
         ("learning_rate", "1e-3", 1e-3),  # YAML 1.1 takes this for text
         ("learning_rate", "1", 1.0),
+        ("learning_rate", "010", 10.0),
+        ("steps", "010", 10),  # YAML 1.1 takes this for eight
         ("steps", "20", 20),
         ("steps", "None", None),
         ("steps", "null", None),
@@ -85,6 +87,12 @@ def test_values_on_the_command_line_take_the_type_of_the_parameter(name, text, v
     (found,) = coerce(parse_command_line([(name, text)], known()), known()).values()
     assert found == value
     assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", ".nan", "1e999"])
+def test_a_number_that_is_not_finite_is_refused(text):
+    with pytest.raises(BadInput, match="parameter learning_rate=.* is not finite"):
+        coerce(parse_command_line([("learning_rate", text)], known()), known())
 
 
 @pytest.mark.parametrize(

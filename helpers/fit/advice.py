@@ -1,17 +1,50 @@
-"""The cheapest way to make a job fit: the changes that cost least come first, and each is traced, not guessed."""
+"""From a job to its answer; where it does not fit, the changes that cost least come first, each traced, not guessed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from helpers.fit import cards
+from helpers.fit.answer import Cost, Fit
 from helpers.fit.strategies import Estimate, Job, estimate, estimates
 from helpers.fit.vocabulary import STRATEGIES, ImpossibleCombination, one_of
 
 GIB = 2**30
 Change = tuple[str, Callable[[], Estimate]]  # what to change and, when asked, what the job then needs
+
+
+def answer(
+    job: Job,
+    settings: Any,
+    strategy: str,
+    strategies: Sequence[str],
+    *,
+    title: str,
+    cost: Cost,
+    changes: Iterable[Change] = (),
+    notes: Sequence[str] = (),
+) -> Fit:
+    """The job under each strategy against the card that `settings.hardware` names, with advice.
+
+    Raises ImpossibleCombination or UnknownCard, each naming the value and the fix.
+    """
+    card = cards.of_settings(settings)
+    found = estimates_for(job, strategy, strategies)
+    return Fit(
+        title=title,
+        strategy=strategy,
+        micro_batch=job.micro_batch,
+        accumulation=job.accumulation,
+        gpus=job.gpus,
+        card=card,
+        estimates=found,
+        advice=advise(job, strategy, found, card, changes),
+        cost=cost,
+        notes=notes,
+    )
 
 
 def estimates_for(job: Job, strategy: str, strategies: Sequence[str]) -> dict[str, Estimate]:

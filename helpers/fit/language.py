@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from helpers.fit import advice, cards, configs
+from helpers.fit import advice, configs
 from helpers.fit.answer import Cost, Fit
 from helpers.fit.plan import Plan
 
@@ -51,20 +51,15 @@ def language_model(
     how = (sequence, lora, four_bit, target_modules, optimizer, precision, checkpointing, packing, attention)
     plan = Plan(config, *how, full_depth=full_depth)
     job = plan.job(settings, bucket_view)
-    card = cards.of_settings(settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Transformers about names of its own
-        found = advice.estimates_for(job, strategy, strategies)
-        lines = advice.advise(job, strategy, found, card, plan.dearer_changes(settings, bucket_view))
-    return Fit(
-        title=f"{model}, {plan.describe()}",
-        strategy=strategy,
-        micro_batch=job.micro_batch,
-        accumulation=job.accumulation,
-        gpus=job.gpus,
-        card=card,
-        estimates=found,
-        advice=lines,
-        cost=Cost(*plan.flops(), tokens, "tokens", utilisation, price),
-        notes=plan.notes(),
-    )
+        return advice.answer(
+            job,
+            settings,
+            strategy,
+            strategies,
+            title=f"{model}, {plan.describe()}",
+            cost=Cost(*plan.flops(), tokens, "tokens", utilisation, price),
+            changes=plan.dearer_changes(settings, bucket_view),
+            notes=plan.notes(),
+        )

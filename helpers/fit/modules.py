@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from helpers import memory
-from helpers.fit import advice, cards
+from helpers.fit import advice
 from helpers.fit.answer import Cost, Fit
 from helpers.fit.strategies import Job
 
@@ -53,12 +53,11 @@ def module(
     samples: how many samples will be trained on, epochs included; utilisation, price: for the lower bound on hours.
     Raises ImpossibleCombination, UnknownCard or memory.CannotTrace, each naming the value and the fix.
     """
-    multiplied = 0
+    with torch.device("meta"):
+        multiplied = multiplied_parameters(build_model())
 
     def build(dtype: torch.dtype) -> nn.Module:
-        nonlocal multiplied
         model = build_model()
-        multiplied = multiplied_parameters(model)
         return model if dtype == torch.float32 else model.to(dtype)
 
     job = Job(
@@ -73,17 +72,12 @@ def module(
         blocks=blocks,
         bucket_view=bucket_view,
     )
-    card = cards.of_settings(settings)
-    found = advice.estimates_for(job, strategy, strategies)
-    return Fit(
+    return advice.answer(
+        job,
+        settings,
+        strategy,
+        strategies,
         title=title or f"{settings.hardware or 'a plain module'}, {precision}",
-        strategy=strategy,
-        micro_batch=job.micro_batch,
-        accumulation=job.accumulation,
-        gpus=job.gpus,
-        card=card,
-        estimates=found,
-        advice=advice.advise(job, strategy, found, card),
         cost=Cost(6 * multiplied, "6 flop per parameter and sample", samples, "samples", utilisation, price),
     )
 

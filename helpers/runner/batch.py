@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from helpers.runner import catalog, environments, execute, hardware, locks, parameters, report, results
-from helpers.runner.errors import INTERRUPTED, OK, BadInput, unknown
+from helpers.runner.errors import INTERRUPTED, NOTEBOOK_FAILED, OK, BadInput, BuildFailed, unknown
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,15 @@ def _run_one(
     base: Path, job: execute.Job, request: Request, console: Console, say: Callable[[str], None]
 ) -> results.Outcome:
     if request.kernel is None:
-        environments.make(base, job.recipe.environment, say)
+        begun = time.monotonic()
+        try:
+            environments.make(base, job.recipe.environment, say)
+        except BuildFailed as error:  # other recipes have other environments: they still run
+            say(str(error))
+            judgement = results.Judgement(results.NO_ENVIRONMENT, NOTEBOOK_FAILED, str(error))
+            folder = base / "runs" / job.recipe.name
+            seconds = time.monotonic() - begun
+            return results.Outcome(job.recipe.name, job.profile, judgement, seconds, folder, job.recipe.path)
     say(f"\n{job.recipe.name}: profile {job.profile}, time limit {job.minutes:.3g} min")
     outcome = execute.run(base, job)
     if outcome.judgement.exit_code != OK:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
+import math
 import tokenize
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,7 +84,7 @@ def split_pair(text: str) -> tuple[str, str]:
 
 
 def parse_command_line(pairs: Sequence[tuple[str, str]], parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Values of `-p name value`: text where the parameter is text, else YAML; `1e-3` is a number to us."""
+    """Values of `-p name value`: text where the parameter is text, numbers as Python reads them, else YAML."""
     values: dict[str, Any] = {}
     for name, text in pairs:
         if name not in parameters:
@@ -119,6 +121,8 @@ def coerce(values: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> di
         if kind == "str" and "float" in parameter.types and "str" not in parameter.types:
             value = _float_or_text(value)  # YAML 1.1 takes 1e-3, without a dot, for text
             kind = type(value).__name__
+        if kind == "float" and not math.isfinite(value):
+            raise BadInput(f"parameter {name}={value!r} is not finite: give a number.")
         if kind not in parameter.types:
             allowed = " or ".join(parameter.types)
             raise BadInput(f"parameter {name}={value!r} is {kind}: it takes {allowed}.")
@@ -131,6 +135,10 @@ def _parse(text: str, parameter: Parameter) -> Any:
         return None
     if set(parameter.types) <= {"str", "None"}:
         return text
+    for kind in (int, float):  # before YAML, to which 010 is eight and 1e-3 a text
+        if kind.__name__ in parameter.types:
+            with contextlib.suppress(ValueError):
+                return kind(text)
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:

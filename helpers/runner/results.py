@@ -13,6 +13,7 @@ from helpers.records import MIME, InvalidClaim, Verdict, evaluate
 from helpers.runner.errors import CLAIM_FAILED, NOTEBOOK_FAILED, OK
 
 PASSED, FAILED, CLAIM, TIMEOUT, STOPPED = "passed", "failed", "claim failed", "time limit", "interrupted"
+NO_ENVIRONMENT = "no environment"
 
 
 @dataclass(frozen=True)
