@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from helpers import ranks
+from helpers import places, ranks
 from helpers.journal import Journal, Sender
 from helpers.provenance import first_lines, git_commit, hardware, masked, shown, versions
 from helpers.registry import environment, register
@@ -126,15 +126,14 @@ def start(
 def store() -> str:
     """The tracking URI: MLFLOW_TRACKING_URI if set, else "databricks" there, else SQLite in the runs folder.
 
-    The runs folder is $GALLERY_RUNS, else `runs` in the repository. MLflow 2 gets mlflow2.db, for it cannot open a
-    store that MLflow 3 has touched.
+    The runs folder is that of helpers.places. MLflow 2 gets mlflow2.db: it cannot open a store that MLflow 3 touched.
     """
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         return uri
     if "DATABRICKS_RUNTIME_VERSION" in os.environ:
         return "databricks"
     file = "mlflow2.db" if metadata.version("mlflow").startswith("2.") else "mlflow.db"
-    return f"sqlite:///{_runs() / file}"
+    return f"sqlite:///{places.runs() / file}"
 
 
 def flush(journal: str | os.PathLike[str]) -> None:
@@ -157,7 +156,7 @@ def _open(mlflow: Any, experiment: str, settings: Mapping[str, Any], name: str |
         except mlflow.exceptions.MlflowException as error:
             raise TrackingUnreachable(
                 f"MLflow at {shown(uri)} does not answer: {first_lines(error, 2)}\nNothing was started. "
-                f"Start the server, correct MLFLOW_TRACKING_URI, or unset it to log into {_runs()}."
+                f"Start the server, correct MLFLOW_TRACKING_URI, or unset it to log into {places.runs()}."
             ) from error
         experiment_id = found.experiment_id if continued else _experiment(client, experiment, uri, found)
         if continued:
@@ -172,8 +171,7 @@ def _open(mlflow: Any, experiment: str, settings: Mapping[str, Any], name: str |
             mlflow.end_run("FAILED")
             raise
     print(f"MLflow run {opened.info.run_name} ({run_id}) in experiment {experiment} at {shown(uri)}")
-    folder = Path(os.environ.get("GALLERY_RUN_DIR") or "runs/interactive").resolve()  # where the logs are too
-    journal = Journal.create(folder / f"metrics-{run_id}.jsonl", uri, run_id)
+    journal = Journal.create(places.this_run() / f"metrics-{run_id}.jsonl", uri, run_id)
     return Run(uri, experiment_id, run_id, str(journal.path), int(getattr(settings, "global_batch", 0)))
 
 
@@ -262,10 +260,6 @@ def _alone(uri: str) -> Iterator[None]:
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock", timeout=300):
         yield
-
-
-def _runs() -> Path:
-    return Path(os.environ.get("GALLERY_RUNS") or Path(__file__).resolve().parents[1] / "runs").resolve()
 
 
 def _number(name: str, value: Any) -> float:

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from .. import places
 from . import payload
 from .failure import Ended, WorkerError, to_exception
 from .watch import Watch
@@ -179,7 +180,7 @@ def _value(rank: int, report: dict | None) -> Any:
 
 def _log_folder(name: str) -> Path:
     """A new folder logs/NN-name under the run's folder; two jobs that start at once get one each."""
-    root = Path(os.environ.get("GALLERY_RUN_DIR") or Path("runs") / "interactive").resolve() / "logs"
+    root = places.this_run() / "logs"
     root.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(path.name[:2]) for path in root.glob("[0-9][0-9]-*")), default=0)
     while True:

@@ -18,6 +18,7 @@ from helpers.runner.processes import signals_as_exceptions
 
 app = typer.Typer(
     help="Run, check and look after the recipes of the DDP gallery.",
+    context_settings={"max_content_width": 120},
     no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
 )  # fmt: skip
 
