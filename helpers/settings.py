@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import html
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -67,6 +68,16 @@ class Settings(Mapping[str, Any]):
         """A copy with some values changed, checked as `choose` checks overrides. None is a value here."""
         return dataclasses.replace(self, _values=_changed(self.profile, self.profiles, self._values, changes))
 
+    def of_profile(self, profile: str) -> "Settings":
+        """The settings of another profile, to plan for it here; those of this one with all its overrides.
+
+        Raises ValueError for an unknown profile, naming the nearest.
+        """
+        if profile == self.profile:
+            return self
+        own = _known(profile, self.profiles)
+        return Settings(profile, self.profiles, _changed(profile, self.profiles, own, {}))
+
     def __repr__(self) -> str:
         body = "".join(f"\n    {name} = {value!r}" for name, value in self._values.items())
         return f"Settings of profile {self.profile}:{body}\n    {self.batch_identity}"
@@ -108,14 +119,18 @@ def choose(profile: str, overrides: Mapping[str, Any] | None = None, **profiles:
     for a value of the wrong type. The message tells what is allowed, and the nearest name.
     """
     _check_profiles(profiles)
-    if profile not in profiles:
-        raise ValueError(f"profile={profile!r} is unknown{_nearest(profile, profiles)}: choose {_either(profiles)}.")
     copies = {name: dict(values) for name, values in profiles.items()}
-    own = copies[profile]
+    own = _known(profile, copies)
     given = {k: own[k] if v is None and k in own else v for k, v in (overrides or {}).items()}
     settings = Settings(profile, copies, _changed(profile, copies, own, given))
     print(settings.batch_identity)
     return settings
+
+
+def _known(profile: str, profiles: Profiles) -> Mapping[str, Any]:
+    if profile not in profiles:
+        raise ValueError(f"profile={profile!r} is unknown{_nearest(profile, profiles)}: choose {_either(profiles)}.")
+    return profiles[profile]
 
 
 def _check_profiles(profiles: Profiles) -> None:
@@ -141,7 +156,11 @@ def _changed(profile: str, profiles: Profiles, values: Mapping[str, Any], change
                 f"{name!r} is not a setting{_nearest(name, values)}. Profile {profile} holds: {', '.join(values)}."
             )
         _check("", name, value, profiles)
-    return {name: _like(value, _kinds(name, profiles)) for name, value in {**values, **changes}.items()}
+    changed = {name: _like(value, _kinds(name, profiles)) for name, value in {**values, **changes}.items()}
+    if changed["gpus"] != values["gpus"] and changed["hardware"] == values["hardware"]:
+        # half the GPUs of 8xH100 are 4xH100
+        changed["hardware"] = re.sub(rf"^{values['gpus']}(?=x|\b)", str(changed["gpus"]), values["hardware"])
+    return changed
 
 
 def _check(where: str, name: str, value: Any, profiles: Profiles) -> None:

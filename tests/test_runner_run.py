@@ -23,7 +23,7 @@ from runner_factory import (
     start,
 )
 
-from helpers.runner import cli
+from helpers.runner import batch, cli
 from helpers.runner.processes import end_all
 
 KERNEL = ["--kernel", "python3"]
@@ -334,3 +334,11 @@ def test_the_command_line_needs_no_torch():
 def test_every_file_of_the_runner_is_short():
     files = [*(REPOSITORY / "helpers" / "runner").glob("*.py")]
     assert {file.name: n for file in files if (n := len(file.read_text().splitlines())) >= 300} == {}
+
+
+@pytest.mark.parametrize(("wanted", "told"), [("8xH100", True), ("2x8xA10", True), ("2 CPU processes", False)])
+def test_a_profile_for_gpus_on_a_machine_without_any_is_announced_before_it_starts(monkeypatch, wanted, told):
+    monkeypatch.setattr(batch.hardware, "gpus", list)
+    assert (f"written for {wanted}; this machine has no GPU" in batch.lacking_gpus(wanted)) is told
+    monkeypatch.setattr(batch.hardware, "gpus", lambda: [{"name": "H100"}] * 8)
+    assert batch.lacking_gpus(wanted) == ""

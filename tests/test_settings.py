@@ -49,6 +49,24 @@ def test_overrides_replace_values_and_none_keeps_the_profiles():
     assert settings.global_batch == 32 * 2 * 2
 
 
+def test_other_gpus_change_the_number_in_the_hardware_as_well():
+    """Half of an 8xH100 node was refused by the planner: "8xH100 has 8 cards but gpus=4"."""
+    assert chosen({"gpus": 4}, "h100x8").hardware == "4xH100"
+    assert chosen({"gpus": 3}).hardware == "3 CPU processes"
+    assert chosen(profile="h100x8").replace(gpus=1).hardware == "1xH100"
+    assert chosen({"gpus": 4, "hardware": "4 old cards"}).hardware == "4 old cards"
+
+
+def test_another_profile_can_be_planned_for_without_a_second_choice(capsys):
+    settings = chosen({"gpus": 4}, "h100x8")
+    capsys.readouterr()
+    assert settings.of_profile("h100x8") is settings
+    assert settings.of_profile("smoke").to_dict() == SMOKE
+    with pytest.raises(ValueError, match="profile='h100' is unknown"):
+        settings.of_profile("h100")
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("value", [0.1, None])
 def test_an_unknown_override_is_refused_with_the_nearest_name_even_when_it_is_none(value):
     with pytest.raises(ValueError, match=r"'learning_rte' is not a setting \(did you mean learning_rate\?\)"):

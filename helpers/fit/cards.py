@@ -57,11 +57,15 @@ def card(name: str) -> Card:
 
 
 def parse(hardware: str) -> tuple[int, Card]:
-    """(count, card) of a text such as "8xH100". Raises UnknownCard when the text or the card is not understood."""
-    match = re.fullmatch(r"\s*(\d+)\s*[xX*×]\s*(.+?)\s*", hardware)
-    if not match or int(match[1]) < 1:
+    """(count, card) of a text such as "8xH100", or "2x8xA10" for two nodes of eight: 16 cards.
+
+    Raises UnknownCard when the text or the card is not understood.
+    """
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[xX*×]\s*)?(\d+)\s*[xX*×]\s*(.+?)\s*", hardware)
+    count = int(match[1] or 1) * int(match[2]) if match else 0
+    if not match or count < 1:
         raise UnknownCard(f"The hardware {hardware!r} is not understood: write count x card, such as 8xH100.")
-    return int(match[1]), card(match[2])
+    return count, card(match[3])
 
 
 def allowance(gpus: int) -> int:

@@ -207,22 +207,40 @@ def _count(model: nn.Module, config: Any) -> tuple[float, float, float, float]:
 
 def _all_kinds(config: Any) -> int:
     """The smallest depth, at least two, that has a layer of each kind (sliding-window and full attention)."""
-    kinds = getattr(config, "layer_types", None) or []
-    return max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
+    return max(2, len(set(_kinds(config))))
 
 
 def _with_layers(config: Any, depth: int | None) -> Any:
-    """A copy of the config for training, with only `depth` layers if given (and lists of one entry per layer cut)."""
+    """A copy of the config for training, with only `depth` layers if given: of each kind the first, then the earliest.
+
+    The kind of a layer is what the config's lists of one entry per layer say of it; they are cut alike.
+    """
     config = copy.deepcopy(config)
     config.use_cache = False
     config.__dict__.pop("quantization_config", None)
     if depth is not None:
-        layers = config.num_hidden_layers
-        for name, value in list(config.__dict__.items()):
-            if "layer" in name and isinstance(value, list) and len(value) == layers:
-                setattr(config, name, value[:depth])
+        kinds = _kinds(config)
+        first_of_a_kind = sorted({kind: at for at, kind in reversed(list(enumerate(kinds)))}.values())
+        others = [at for at in range(len(kinds)) if at not in first_of_a_kind]
+        kept = sorted((first_of_a_kind + others)[:depth])
+        for name in _per_layer(config):
+            entries = getattr(config, name)
+            setattr(config, name, [entries[at] for at in kept])
         config.num_hidden_layers = depth
     return config
+
+
+def _per_layer(config: Any) -> list[str]:
+    """Names of the config's lists that have one entry per layer."""
+    count = getattr(config, "num_hidden_layers", None)
+    lists = [(name, value) for name, value in config.__dict__.items() if isinstance(value, list)]
+    return [name for name, value in lists if "layer" in name and len(value) == count]
+
+
+def _kinds(config: Any) -> list[str]:
+    """For each layer, what those lists say of it."""
+    names = _per_layer(config)
+    return [str([getattr(config, name)[at] for name in names]) for at in range(getattr(config, "num_hidden_layers", 0))]
 
 
 def _attention(name: str | None) -> str | None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from helpers.fit import cards
+from helpers.fit.vocabulary import UnknownCard
 from helpers.runner import catalog, environments, execute, hardware, locks, parameters, report, results
 from helpers.runner.errors import INTERRUPTED, NOTEBOOK_FAILED, OK, BadInput, BuildFailed, unknown
 
@@ -75,6 +77,17 @@ def changed_first(base: Path, recipes: list[catalog.Recipe], since: str) -> list
     return sorted(recipes, key=lambda recipe: not ({recipe.name, recipe.environment} & changed))
 
 
+def lacking_gpus(wanted: str) -> str:
+    """A line for a profile that is written for GPUs, on a machine that has none; "" otherwise."""
+    try:
+        cards.parse(wanted)
+    except UnknownCard:  # "2 CPU processes"
+        return ""
+    if hardware.gpus():
+        return ""
+    return f"This profile is written for {wanted}; this machine has no GPU: every rank will be a CPU process, and slow."
+
+
 def _run_one(
     base: Path, job: execute.Job, request: Request, console: Console, say: Callable[[str], None]
 ) -> results.Outcome:
@@ -89,6 +102,8 @@ def _run_one(
             seconds = time.monotonic() - begun
             return results.Outcome(job.recipe.name, job.profile, judgement, seconds, folder, job.recipe.path)
     say(f"\n{job.recipe.name}: profile {job.profile}, time limit {job.minutes:.3g} min")
+    if lack := lacking_gpus(job.recipe.profiles[job.profile].hardware):
+        say(lack)
     outcome = execute.run(base, job)
     if outcome.judgement.exit_code != OK:
         report.failure(console, outcome)
