@@ -461,7 +461,7 @@ def test_a_model_handed_back_without_a_process_group_fails() -> None:
 
 
 def test_a_rank_ends_as_an_interpreter_does(tmp_path: Any) -> None:
-    """Ranks skip the destruction of modules at exit; threads and exit handlers of theirs must not be skipped with it."""
+    """Ranks skip the destruction of modules at exit; their threads and exit handlers must not be skipped with it."""
 
     @distributed(gpus=2)
     def job(folder: Any) -> None:

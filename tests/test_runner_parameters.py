@@ -91,7 +91,7 @@ def test_values_on_the_command_line_take_the_type_of_the_parameter(name, text, v
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", ".nan", "1e999"])
 def test_a_number_that_is_not_finite_is_refused(text):
-    with pytest.raises(BadInput, match="parameter learning_rate=.* is not finite"):
+    with pytest.raises(BadInput, match=r"parameter learning_rate=.* is not finite"):
         coerce(parse_command_line([("learning_rate", text)], known()), known())
 
 
